@@ -1,0 +1,193 @@
+"""One cell on its way through the ranks: events up, the ladder that ends it (client)."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbdist.cluster.link import WorldLink
+from nbdist.errors import CellTimeoutError, RankBusyError, RankLostError, RemoteCellError
+from nbdist.messages import (
+    AbortGroup,
+    Interrupt,
+    Message,
+    RankDisplay,
+    RankDone,
+    RankError,
+    RankStream,
+    RunCell,
+)
+
+__all__ = ["CellResult", "CellRun"]
+
+GRACE_SECONDS = 0.5
+GIVE_UP_SECONDS = 5.0
+TICK_SECONDS = 0.05
+
+
+@dataclass(slots=True)
+class CellResult:
+    """What a cell gave back, by rank.
+
+    Attributes:
+        text: everything the rank wrote to stdout and stderr.
+        displays: contents of the rank's Jupyter display messages, in order.
+        seconds: how long the cell ran on the rank.
+    """
+
+    text: dict[int, str] = field(default_factory=dict)
+    displays: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+
+    def add(self, event: Message) -> None:
+        """Take in one event of the cell."""
+        if isinstance(event, RankStream):
+            self.text[event.rank] = self.text.get(event.rank, "") + event.text
+        elif isinstance(event, RankDisplay):
+            self.displays.setdefault(event.rank, []).append(event.content)
+        elif isinstance(event, RankDone):
+            self.seconds[event.rank] = event.seconds
+            self.text.setdefault(event.rank, "")
+            self.displays.setdefault(event.rank, [])
+
+
+class CellRun:
+    """A running cell.
+
+    When a rank fails, the client wants to stop, or time is up, the other ranks are ended in
+    steps: first they are left a moment, then interrupted, then freed from their collectives.
+
+    Args:
+        link: to the ranks.
+        request: the cell.
+        generation: of the process group, as the client knows it.
+        timeout_seconds: longest time the cell may run; None for no limit.
+    """
+
+    def __init__(
+        self, link: WorldLink, request: RunCell, generation: int, timeout_seconds: float | None
+    ) -> None:
+        self._link = link
+        self._request = request
+        self._generation = generation
+        self._timeout = timeout_seconds
+        self._events: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._waiting = set(request.ranks)
+        self._errors: list[RankError] = []
+        self._endings: dict[int, RankDone] = {}
+        self._rung_at = 0.0
+        self._rung = 0
+        self._stopped = False
+        self._timed_out = False
+        self.group_aborted = False
+
+    def start(self) -> None:
+        """Send the cell to its ranks."""
+        self._link.listen(self._request.cell_id, lambda _rank, event: self._events.put(event))
+        self._started = time.monotonic()
+        for rank in self._request.ranks:
+            self._link.post(rank, self._request)
+
+    def events(self) -> Iterator[Message | None]:
+        """Yield the cell's events until it has ended on every rank; None when time passes.
+
+        A KeyboardInterrupt, raised here or thrown in, stops the ranks; the events that they
+        still send are yielded before it goes on.
+        """
+        try:
+            while self._waiting:
+                try:
+                    event = self._next()
+                    yield event
+                except KeyboardInterrupt:
+                    self.stop()
+        except GeneratorExit:
+            self.stop()
+            while self._waiting:
+                self._next()
+            raise
+        finally:
+            self._link.listen(self._request.cell_id, None)
+        if self._stopped:
+            raise KeyboardInterrupt
+
+    def stop(self) -> None:
+        """Ask every rank to stop; asked again, free them from collectives without waiting."""
+        self._stopped = True
+        self._climb()
+
+    def _next(self) -> Message | None:
+        try:
+            event = self._events.get(timeout=TICK_SECONDS)
+        except queue.Empty:
+            self._tick()
+            return None
+        if isinstance(event, RankError):
+            self._errors.append(event)
+        elif isinstance(event, RankDone):
+            self._endings[event.rank] = event
+            self._waiting.discard(event.rank)
+            if event.status in ("error", "lost", "busy") and not self._rung_at:
+                self._rung_at = time.monotonic()
+        return event
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if self._timeout and now - self._started > self._timeout and not self._timed_out:
+            self._timed_out = True
+            self._climb()
+        elif self._rung_at and now - self._rung_at > GRACE_SECONDS and self._rung < 2:
+            self._climb()
+        elif self._rung == 2 and now - self._rung_at > GIVE_UP_SECONDS:
+            self._rung = 3
+            self._waiting.clear()
+
+    def _climb(self) -> None:
+        """Take the next step against the ranks that still run the cell."""
+        self._rung = min(self._rung + 1, 2)
+        self._rung_at = time.monotonic()
+        waiting = sorted(self._waiting - self._link.lost_ranks)
+        if self._rung == 1:
+            for rank in waiting:
+                self._link.post(rank, Interrupt(cell_id=self._request.cell_id))
+            return
+        self.group_aborted = True
+        for rank in waiting:
+            self._link.post(rank, AbortGroup(generation=self._generation))
+
+    def raise_for_failure(self) -> None:
+        """Raise the one error of the cell, first cause on top; return when all ranks were ok."""
+        by_status: dict[str, list[int]] = {}
+        for rank, done in sorted(self._endings.items()):
+            by_status.setdefault(done.status, []).append(rank)
+        if lost := by_status.get("lost"):
+            raise RankLostError(
+                f"rank {', '.join(map(str, lost))} died while the cell ran; its process is gone "
+                "and its variables with it; `%distributed stop`, then `%distributed start`",
+                ranks=tuple(lost),
+            )
+        if busy := by_status.get("busy"):
+            raise RankBusyError(
+                f"the cell was not run: rank {', '.join(map(str, busy))} still runs cell "
+                f"{self._endings[busy[0]].detail}; wait for it, or `%distributed interrupt`"
+            )
+        first = sorted(self._errors, key=lambda e: e.at_seconds)
+        if first and not (self._timed_out and not by_status.get("error")):
+            others = {e.rank: f"{e.name}: {e.value}" for e in first if e.rank != first[0].rank}
+            raise RemoteCellError(
+                first[0].rank, first[0].name, first[0].value, first[0].traceback, others
+            )
+        if self._timed_out:
+            raise CellTimeoutError(
+                f"the cell ran longer than --timeout {self._timeout:g} seconds and was stopped; "
+                "variables are kept; give it more time, or none (no --timeout)"
+            )
+        if silent := sorted(set(self._request.ranks) - set(self._endings)):
+            raise RankBusyError(
+                f"rank {', '.join(map(str, silent))} did not stop within "
+                f"{GIVE_UP_SECONDS:g} s of being interrupted: it is inside code that cannot be "
+                "stopped; `%distributed status` shows when it is idle again"
+            )

@@ -1,0 +1,95 @@
+"""Functions and values between client and ranks, over ipyparallel (client)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nbdist.errors import NbdistError, RemoteCellError
+
+__all__ = ["Objects"]
+
+CONNECT_SECONDS = 20.0
+
+
+class Objects:
+    """An ipyparallel client, connected when first needed.
+
+    Args:
+        directory: of the world; its profile holds the connection file.
+        engine_ids: returns `{rank: engine id}`.
+    """
+
+    def __init__(self, directory: Path, engine_ids: Callable[[], dict[int, int]]) -> None:
+        self._file = directory / "profile" / "security" / "ipcontroller-client.json"
+        self._engine_ids = engine_ids
+        self._client: Any = None
+        self._lock = threading.Lock()
+
+    def apply(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], ranks: Sequence[int]
+    ) -> list[Any]:
+        """Call a function on ranks; results in rank order."""
+        return self._results(self._view(ranks).apply_async(fn, *args), ranks)
+
+    def push(self, names: dict[str, Any], ranks: Sequence[int]) -> None:
+        """Set names on ranks."""
+        self._results(self._view(ranks).push(names, block=False), ranks)
+
+    def pull(self, name: str, ranks: Sequence[int]) -> dict[int, object]:
+        """Return the value of a name by rank."""
+        values = self._results(self._view(ranks).pull(name, block=False), ranks)
+        return dict(zip(ranks, values, strict=True))
+
+    def close(self) -> None:
+        """Disconnect."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _view(self, ranks: Sequence[int]) -> Any:
+        engine_ids = self._engine_ids()
+        view = self._connected(set(engine_ids.values()))[[engine_ids[rank] for rank in ranks]]
+        # cloudpickle carries lambdas, closures and classes that were defined in a notebook.
+        view.use_cloudpickle()
+        return view
+
+    def _connected(self, wanted: set[int]) -> Any:
+        import ipyparallel
+
+        with self._lock:
+            if self._client is None:
+                self._client = ipyparallel.Client(str(self._file), set_tracebacks=False)
+            deadline = time.monotonic() + CONNECT_SECONDS
+            while not wanted <= set(self._client.ids):
+                if time.monotonic() > deadline:
+                    raise NbdistError(
+                        f"engines {sorted(wanted)} were expected, but the controller knows "
+                        f"{self._client.ids}; `%distributed stop`, then `%distributed start`"
+                    )
+                time.sleep(0.02)
+            return self._client
+
+    def _results(self, answer: Any, ranks: Sequence[int]) -> list[Any]:
+        from ipyparallel import CompositeError, RemoteError
+
+        try:
+            values = answer.get()
+        except CompositeError as error:
+            by_engine = {v: k for k, v in self._engine_ids().items()}
+            found = [(by_engine[e[3]["engine_id"]], e[0], e[1], e[2]) for e in error.elist]
+            first = found[0]
+            others = {rank: f"{name}: {value}" for rank, name, value, _ in found[1:]}
+            raise RemoteCellError(first[0], first[1], first[2], _text(first[3]), others) from None
+        except RemoteError as error:
+            raise RemoteCellError(
+                ranks[0], error.ename, error.evalue, _text(error.traceback)
+            ) from None
+        return list(values) if isinstance(values, list) else [values]
+
+
+def _text(traceback: Any) -> str:
+    return traceback if isinstance(traceback, str) else "\n".join(traceback or [])

@@ -1,0 +1,226 @@
+"""From settings to a verified process group, and asking all ranks something (client)."""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbdist.cluster.config import WorldConfig, default_num_ranks
+from nbdist.cluster.launch import Processes, log_tail
+from nbdist.cluster.link import WorldLink
+from nbdist.cluster.mpi import find_launcher
+from nbdist.errors import RankLostError, StartError
+from nbdist.messages import (
+    JoinFailed,
+    JoinGroup,
+    Message,
+    RankDone,
+    RankInfo,
+    Stage,
+    StatusQuery,
+)
+from nbdist.runfiles import WorldRecord
+
+__all__ = ["Started", "start", "connect", "join_group", "ask"]
+
+POLL_SECONDS = 0.01
+
+
+@dataclass(slots=True)
+class Started:
+    """What `start` has brought up."""
+
+    processes: Processes
+    link: WorldLink
+    infos: list[RankInfo]
+
+
+def start(config: WorldConfig, tell: Callable[[str], None]) -> Started:
+    """Start a world; on any failure nothing of it is left.
+
+    Raises:
+        StartError: names the stage, the cause and what to type.
+    """
+    num_ranks = config.num_ranks or default_num_ranks()
+    launcher = find_launcher(config.mpi_command)
+    processes = Processes(num_ranks, config, launcher)
+    link: WorldLink | None = None
+    try:
+        tell(f"starting {num_ranks} ranks with {launcher.version}")
+        processes.start()
+        link = WorldLink(processes.directory)
+        deadline = time.monotonic() + config.timeout_seconds
+        _connect_all(processes, link, deadline, tell)
+        tell("ranks are up; importing torch, registering")
+        infos = _first_group(processes, link, config, deadline, tell)
+    except BaseException:
+        if link is not None:
+            link.close()
+        processes.stop(patience_seconds=0.0)
+        raise
+    return Started(processes=processes, link=link, infos=infos)
+
+
+def connect(link: WorldLink, record: WorldRecord) -> list[RankInfo]:
+    """Connect to the ranks of a running world and return who they are."""
+    ranks = list(range(record.num_ranks))
+    for rank in ranks:
+        endpoint = _endpoint(Path(record.directory), rank)
+        if endpoint is None:
+            raise RankLostError(
+                f"world {record.world_id} has no file for rank {rank}; it is still starting or "
+                "was stopped; `nbdist worlds` lists what runs",
+                ranks=(rank,),
+            )
+        link.connect(rank, endpoint)
+    answers = ask(link, StatusQuery(query_id=uuid.uuid4().hex), ranks, timeout_seconds=10.0)
+    if missing := sorted(set(ranks) - set(answers)):
+        link.close()
+        raise RankLostError(
+            f"world {record.world_id} was found, but rank {missing[0]} does not answer; stop it "
+            f"with `nbdist stop {record.world_id}`",
+            ranks=tuple(missing),
+        )
+    return [answers[rank] for rank in ranks]
+
+
+def join_group(
+    link: WorldLink, record: WorldRecord, generation: int, timeout_seconds: float
+) -> list[RankInfo]:
+    """Have all ranks join a generation of the group and verify it.
+
+    Raises:
+        StartError: a rank could not join; the text gives its reason.
+        RankLostError: a rank died meanwhile.
+    """
+    ranks = list(range(record.num_ranks))
+    answers = ask(link, _join_request(record, generation, timeout_seconds), ranks, 60.0)
+    if missing := sorted(set(ranks) - set(answers)):
+        raise RankLostError(
+            f"generation {generation} of the process group was not made: rank {missing[0]} did "
+            "not answer; `%distributed stop`, then `%distributed start`",
+            ranks=tuple(missing),
+        )
+    return [answers[rank] for rank in ranks]
+
+
+def ask(
+    link: WorldLink, query: StatusQuery | JoinGroup, ranks: Sequence[int], timeout_seconds: float
+) -> dict[int, RankInfo]:
+    """Send a query to ranks and return the answers that came in time, by rank.
+
+    Raises:
+        StartError: a rank answered that it cannot join the group.
+    """
+    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    link.listen(query.query_id, lambda _rank, event: inbox.put(event))
+    answers: dict[int, RankInfo] = {}
+    waiting = set(ranks)
+    try:
+        for rank in ranks:
+            link.post(rank, query)
+        deadline = time.monotonic() + timeout_seconds
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            try:
+                event = inbox.get(timeout=left)
+            except queue.Empty:
+                break
+            _take(event, answers, waiting)
+    finally:
+        link.listen(query.query_id, None)
+    return answers
+
+
+def _take(event: Message, answers: dict[int, RankInfo], waiting: set[int]) -> None:
+    if isinstance(event, RankInfo):
+        answers[event.rank] = event
+        waiting.discard(event.rank)
+    elif isinstance(event, RankDone):  # the rank was lost
+        waiting.discard(event.rank)
+    elif isinstance(event, JoinFailed):
+        raise StartError(
+            f"rank {event.rank} cannot join the process group: {event.reason}",
+            stage="process group",
+        )
+
+
+def _join_request(record: WorldRecord, generation: int, timeout_seconds: float) -> JoinGroup:
+    return JoinGroup(
+        query_id=uuid.uuid4().hex,
+        generation=generation,
+        store=str(Path(record.directory) / "store"),
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def _endpoint(directory: Path, rank: int) -> str | None:
+    path = directory / "ranks" / f"{rank}.json"
+    if not path.exists():
+        return None
+    return str(json.loads(path.read_text())["endpoint"])
+
+
+def _connect_all(
+    processes: Processes, link: WorldLink, deadline: float, tell: Callable[[str], None]
+) -> None:
+    waiting = set(range(processes.record.num_ranks))
+    stage = "MPI start"
+    tell("waiting for MPI")
+    while waiting:
+        for rank in sorted(waiting):
+            if endpoint := _endpoint(processes.directory, rank):
+                link.connect(rank, endpoint)
+                waiting.discard(rank)
+        processes.check(stage)
+        _check_deadline(processes, deadline, stage, waiting)
+        if waiting:
+            time.sleep(POLL_SECONDS)
+
+
+def _first_group(
+    processes: Processes,
+    link: WorldLink,
+    config: WorldConfig,
+    deadline: float,
+    tell: Callable[[str], None],
+) -> list[RankInfo]:
+    """Wait for every rank's registration, then make generation 0."""
+    inbox: queue.SimpleQueue[Stage] = queue.SimpleQueue()
+    stop = link.subscribe(Stage, lambda _rank, event: inbox.put(event))  # type: ignore[arg-type]
+    waiting = set(range(processes.record.num_ranks))
+    ranks = sorted(waiting)
+    for rank in ranks:
+        link.post(rank, StatusQuery(query_id=f"start-{rank}"))
+    while waiting:
+        processes.check("registration with the controller")
+        _check_deadline(processes, deadline, "registration with the controller", waiting)
+        try:
+            event = inbox.get(timeout=0.1)
+        except queue.Empty:
+            continue
+        if event.text == "registered":
+            waiting.discard(event.rank)
+    stop()
+    tell("making and verifying the process group")
+    request = _join_request(processes.record, 0, config.collective_timeout_seconds)
+    answers: dict[int, RankInfo] = {}
+    answers = ask(link, request, ranks, max(1.0, deadline - time.monotonic()))
+    if missing := sorted(set(ranks) - set(answers)):
+        processes.check("process group")
+        _check_deadline(processes, 0.0, "process group", set(missing))
+    return [answers[rank] for rank in ranks]
+
+
+def _check_deadline(processes: Processes, deadline: float, stage: str, waiting: set[int]) -> None:
+    if time.monotonic() > deadline:
+        raise StartError(
+            f"{processes.record.num_ranks} ranks were asked for, but rank {min(waiting)} did not "
+            f"get past: {stage}; give it more time with timeout_seconds=, or read the log below",
+            stage=stage,
+            log=log_tail(processes.directory / "logs" / "mpirun.log"),
+        )

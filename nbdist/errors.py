@@ -1,0 +1,128 @@
+"""What can go wrong in nbdist, one class a kind (anywhere; standard library only).
+
+Every text has three parts: what was asked, what was found, what to do. `ValueError` stays the
+answer to a wrong argument; the classes here are conditions met while running.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "NbdistError",
+    "NoWorldError",
+    "StartError",
+    "RankLostError",
+    "RankBusyError",
+    "RemoteCellError",
+    "CellTimeoutError",
+    "CheckpointError",
+    "ServeError",
+    "Overloaded",
+]
+
+
+class NbdistError(Exception):
+    """Base of every error that nbdist raises for a run-time condition."""
+
+
+class NoWorldError(NbdistError):
+    """No running world where one is needed."""
+
+
+class StartError(NbdistError):
+    """A world could not be started; nothing of it is left running.
+
+    Attributes:
+        stage: the stage that failed, in the words that the stage display uses.
+        log: the last lines that the processes of that stage wrote.
+    """
+
+    def __init__(self, message: str, *, stage: str = "", log: str = "") -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.log = log
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}\n--- last lines of the log ---\n{self.log}" if self.log else text
+
+
+class RankLostError(NbdistError):
+    """A rank's process has ended, or no longer answers.
+
+    Attributes:
+        ranks: the ranks that are lost.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class RankBusyError(NbdistError):
+    """A rank is running another cell."""
+
+
+class CellTimeoutError(NbdistError):
+    """A cell ran longer than its `timeout_seconds`; its ranks were stopped."""
+
+
+class RemoteCellError(NbdistError):
+    """A cell failed on one or more ranks. The first cause stands on top.
+
+    Attributes:
+        rank: the rank that failed first.
+        name: the class name of its exception, such as `ValueError`.
+        value: the text of its exception.
+        traceback: its formatted traceback, with colour codes.
+        others: `{rank: "Name: value"}` of the ranks that failed after it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        name: str,
+        value: str,
+        traceback: str = "",
+        others: dict[int, str] | None = None,
+    ) -> None:
+        super().__init__(rank, name, value, traceback, others)
+        self.rank = rank
+        self.name = name
+        self.value = value
+        self.traceback = traceback
+        self.others = dict(others or {})
+
+    def __str__(self) -> str:
+        text = f"rank {self.rank} raised {self.name}: {self.value}"
+        if self.others:
+            shown = [f"rank {rank}: {what}" for rank, what in sorted(self.others.items())[:8]]
+            rest = len(self.others) - len(shown)
+            text += "; then " + "; ".join(shown) + (f"; and {rest} more" if rest > 0 else "")
+        return text
+
+    def _render_traceback_(self) -> list[str]:
+        """Show the rank's own traceback in IPython, not the client's."""
+        lines = self.traceback.splitlines() if self.traceback else []
+        return [*lines, f"{type(self).__name__}: {self}"]
+
+
+class CheckpointError(NbdistError):
+    """A checkpoint cannot be saved, found, verified or loaded."""
+
+
+class ServeError(NbdistError):
+    """A request cannot be served, or no model is being served."""
+
+
+class Overloaded(ServeError):  # noqa: N818 - the name of the field
+    """A replica's queue is full.
+
+    Attributes:
+        depth: requests waiting.
+        limit: the most that may wait.
+    """
+
+    def __init__(self, message: str, *, depth: int, limit: int) -> None:
+        super().__init__(message)
+        self.depth = depth
+        self.limit = limit

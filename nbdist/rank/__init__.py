@@ -1,0 +1,1 @@
+"""The code that hosts cells on a rank (rank)."""

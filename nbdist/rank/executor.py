@@ -1,0 +1,174 @@
+"""Runs cells on a rank in a real IPython shell, one at a time (rank).
+
+A cell arrives on the control thread and runs on the main thread's event loop. Stopping it is
+one signal to the main thread: its handler raises KeyboardInterrupt when the cell's own code is
+on the stack, and cancels the cell's task when the cell waits in an `await`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbdist.messages import Interrupt, Message, RankDone, RankError, RunCell
+from nbdist.rank.link import RankLink
+from nbdist.rank.output import CellOutput, FdCapture
+
+__all__ = ["Executor"]
+
+_RUN_CODE = InteractiveShell.run_code.__code__
+_libc = ctypes.CDLL(None)
+
+
+class Executor:
+    """The rank's only way to run a user's cell.
+
+    Args:
+        shell: the engine's shell.
+        link: where requests come from.
+        output: where everything that the cell writes goes.
+        captures: of the descriptors 1 and 2.
+    """
+
+    def __init__(
+        self,
+        shell: InteractiveShell,
+        link: RankLink,
+        output: CellOutput,
+        captures: list[FdCapture],
+    ) -> None:
+        self._shell = shell
+        self._link = link
+        self._output = output
+        self._captures = captures
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._current = ""
+        self._task: asyncio.Task[None] | None = None
+        self._interrupted = False
+        # IPython's hook point for front ends.
+        shell._showtraceback = self._show_traceback  # type: ignore[method-assign,assignment]
+        signal.signal(signal.SIGINT, self._on_sigint)
+        link.on_message(RunCell, self._accept)
+        link.on_message(Interrupt, self._interrupt)
+
+    @property
+    def running_cell(self) -> str:
+        """The id of the cell that runs; empty when idle."""
+        return self._current
+
+    def _accept(self, message: Message) -> None:
+        """Take a cell, or say which one runs (control thread)."""
+        assert isinstance(message, RunCell), message
+        with self._lock:
+            busy, self._current = self._current, self._current or message.cell_id
+        if busy:
+            self._link.emit(
+                RankDone(
+                    rank=self._link.rank,
+                    cell_id=message.cell_id,
+                    seq=0,
+                    status="busy",
+                    seconds=0.0,
+                    detail=busy,
+                )
+            )
+        else:
+            self._loop.call_soon_threadsafe(self._start, message)
+
+    def _start(self, message: RunCell) -> None:
+        self._task = self._loop.create_task(self._run(message))
+
+    async def _run(self, message: RunCell) -> None:
+        """Run one cell from its first event to `RankDone`."""
+        started = time.perf_counter()
+        self._interrupted = False
+        self._output.begin(message.cell_id)
+        status = "ok"
+        try:
+            status = await self._execute(message)
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            status = "interrupted"
+        finally:
+            self._drain()
+            with self._lock:
+                self._current = ""
+            seconds = time.perf_counter() - started
+            self._output.event(RankDone, status=status, seconds=seconds)
+
+    async def _execute(self, message: RunCell) -> str:
+        shell = self._shell
+        if message.execution_count:
+            shell.execution_count = message.execution_count
+        problem: Any = None
+        try:
+            transformed = shell.transform_cell(message.source)
+        except Exception:  # noqa: BLE001 - any input transformer of the user; shown as the cell's error
+            transformed, problem = message.source, sys.exc_info()
+        result = None
+        try:
+            result = await shell.run_cell_async(
+                message.source,
+                store_history=True,
+                transformed_cell=transformed,
+                preprocessing_exc_tuple=problem,
+            )
+        finally:
+            shell.events.trigger("post_execute")
+            shell.events.trigger("post_run_cell", result)
+            if shell.payload_manager is not None:
+                shell.payload_manager.clear_payload()
+        error = result.error_before_exec or result.error_in_exec
+        if error is None:
+            return "ok"
+        stopped = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
+        return "interrupted" if stopped and self._interrupted else "error"
+
+    def _show_traceback(self, etype: type[BaseException], value: Any, lines: list[str]) -> None:
+        try:
+            text = str(value)
+        except Exception as error:  # noqa: BLE001 - a user's exception may fail to print itself
+            text = f"<str() of it failed: {type(error).__name__}>"
+        self._drain()
+        self._output.event(
+            RankError,
+            name=etype.__name__,
+            value=text,
+            traceback="\n".join(lines),
+            at_seconds=time.time(),
+        )
+
+    def _drain(self) -> None:
+        _libc.fflush(None)
+        for capture in self._captures:
+            capture.drain()
+
+    def _interrupt(self, message: Message) -> None:
+        """Stop the cell if it is the one that runs (control thread)."""
+        assert isinstance(message, Interrupt), message
+        with self._lock:
+            if self._current != message.cell_id:
+                return
+            self._interrupted = True
+        main = threading.main_thread().ident
+        assert main is not None, "the main thread has started"
+        signal.pthread_kill(main, signal.SIGINT)
+
+    def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
+        del signum
+        if not self._current or not self._interrupted:
+            return
+        while frame is not None:
+            if frame.f_code is _RUN_CODE:
+                raise KeyboardInterrupt
+            frame = frame.f_back
+        if self._task is not None:
+            self._loop.call_soon(self._task.cancel)
