@@ -137,6 +137,7 @@ def _run_headless(source: Path, output: Path, ranks: int | None, timeout: int) -
 
 async def _execute(client: NotebookClient) -> None:
     """Run all cells; however it ends, the kernel is gone afterwards, and its world with it."""
+    manager: Any = client.km
     interrupts = []
 
     def pass_signals_on(notebook: NotebookNode) -> None:
@@ -144,14 +145,14 @@ async def _execute(client: NotebookClient) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(
-                number, lambda: interrupts.append(loop.create_task(client.km.interrupt_kernel()))
+                number, lambda: interrupts.append(loop.create_task(manager.interrupt_kernel()))
             )
 
     client.on_notebook_start = pass_signals_on
     try:
         await client.async_execute()
     finally:
-        await client.km.shutdown_kernel()
+        await manager.shutdown_kernel()
 
 
 def _describe_failure(notebook: NotebookNode) -> str:

@@ -6,6 +6,8 @@ answer to a wrong argument; the classes here are conditions met while running.
 
 from __future__ import annotations
 
+import traceback
+
 __all__ = [
     "NbdistError",
     "NoWorldError",
@@ -13,6 +15,8 @@ __all__ = [
     "RankLostError",
     "RankBusyError",
     "RemoteCellError",
+    "CellSyntaxError",
+    "CellInterrupted",
     "CellTimeoutError",
     "CheckpointError",
     "ServeError",
@@ -21,7 +25,13 @@ __all__ = [
 
 
 class NbdistError(Exception):
-    """Base of every error that nbdist raises for a run-time condition."""
+    """Base of every error that nbdist raises for a run-time condition.
+
+    In a notebook its text stands alone: frames of nbdist's own would only hide the cause.
+    """
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
 
 
 class NoWorldError(NbdistError):
@@ -74,7 +84,7 @@ class RemoteCellError(NbdistError):
         name: the class name of its exception, such as `ValueError`.
         value: the text of its exception.
         traceback: its formatted traceback, with colour codes.
-        others: `{rank: "Name: value"}` of the ranks that failed after it.
+        others: `{rank: what happened to it}` of the ranks that ended after it.
     """
 
     def __init__(
@@ -82,20 +92,20 @@ class RemoteCellError(NbdistError):
         rank: int,
         name: str,
         value: str,
-        traceback: str = "",
+        remote_traceback: str = "",
         others: dict[int, str] | None = None,
     ) -> None:
-        super().__init__(rank, name, value, traceback, others)
+        super().__init__(rank, name, value, remote_traceback, others)
         self.rank = rank
         self.name = name
         self.value = value
-        self.traceback = traceback
+        self.traceback = remote_traceback
         self.others = dict(others or {})
 
     def __str__(self) -> str:
         text = f"rank {self.rank} raised {self.name}: {self.value}"
         if self.others:
-            shown = [f"rank {rank}: {what}" for rank, what in sorted(self.others.items())[:8]]
+            shown = [f"rank {rank} {what}" for rank, what in sorted(self.others.items())[:8]]
             rest = len(self.others) - len(shown)
             text += "; then " + "; ".join(shown) + (f"; and {rest} more" if rest > 0 else "")
         return text
@@ -108,6 +118,31 @@ class RemoteCellError(NbdistError):
 
 class CheckpointError(NbdistError):
     """A checkpoint cannot be saved, found, verified or loaded."""
+
+
+class CellSyntaxError(NbdistError):
+    """A cell is not valid Python; no rank was touched.
+
+    Args:
+        error: what the compiler said.
+    """
+
+    def __init__(self, error: SyntaxError) -> None:
+        super().__init__("".join(traceback.format_exception_only(error)).rstrip())
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()
+
+
+class CellInterrupted(KeyboardInterrupt):
+    """A cell was stopped by its user; the ranks keep their variables."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"KeyboardInterrupt: {self}"]
+
+
+# Front ends know a stopped cell by this name.
+CellInterrupted.__name__ = KeyboardInterrupt.__name__
 
 
 class ServeError(NbdistError):

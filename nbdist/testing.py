@@ -34,6 +34,7 @@ __all__ = ["ManualClock", "run_ranks"]
 # imported once by the fork server, so that a rank starts in milliseconds
 _PRELOAD = [
     "torch",
+    "torch._dynamo",  # every torch optimizer imports it: a second
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",

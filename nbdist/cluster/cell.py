@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,7 +91,7 @@ class CellRun:
         for rank in self._request.ranks:
             self._link.post(rank, self._request)
 
-    def events(self) -> Iterator[Message | None]:
+    def events(self) -> Generator[Message | None, None, None]:
         """Yield the cell's events until it has ended on every rank; None when time passes.
 
         A KeyboardInterrupt, raised here or thrown in, stops the ranks; the events that they
@@ -176,7 +176,7 @@ class CellRun:
             )
         first = sorted(self._errors, key=lambda e: e.at_seconds)
         if first and not (self._timed_out and not by_status.get("error")):
-            others = {e.rank: f"{e.name}: {e.value}" for e in first if e.rank != first[0].rank}
+            others = {e.rank: _after(e) for e in first if e.rank != first[0].rank}
             raise RemoteCellError(
                 first[0].rank, first[0].name, first[0].value, first[0].traceback, others
             )
@@ -191,3 +191,9 @@ class CellRun:
                 f"{GIVE_UP_SECONDS:g} s of being interrupted: it is inside code that cannot be "
                 "stopped; `%distributed status` shows when it is idle again"
             )
+
+
+def _after(error: RankError) -> str:
+    """Return in words how a rank ended after another one had failed."""
+    stopped = error.name in ("KeyboardInterrupt", "CancelledError")
+    return "was stopped" if stopped else f"raised {error.name}: {error.value.splitlines()[0]}"

@@ -82,7 +82,7 @@ class Objects:
             by_engine = {v: k for k, v in self._engine_ids().items()}
             found = [(by_engine[e[3]["engine_id"]], e[0], e[1], e[2]) for e in error.elist]
             first = found[0]
-            others = {rank: f"{name}: {value}" for rank, name, value, _ in found[1:]}
+            others = {rank: f"raised {name}: {value}" for rank, name, value, _ in found[1:]}
             raise RemoteCellError(first[0], first[1], first[2], _text(first[3]), others) from None
         except RemoteError as error:
             raise RemoteCellError(

@@ -6,7 +6,7 @@ import atexit
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -123,7 +123,7 @@ class World:
         timeout_seconds: float | None = None,
         *,
         execution_count: int = 0,
-    ) -> Iterator[Message | None]:
+    ) -> Generator[Message | None, None, None]:
         """Run source on ranks and yield its events as they come; None when time passes.
 
         Ends like `run`. Throwing KeyboardInterrupt into it stops the cell on every rank.
@@ -143,7 +143,9 @@ class World:
             timeout_seconds,
         )
 
-    def _stream(self, request: RunCell, timeout_seconds: float | None) -> Iterator[Message | None]:
+    def _stream(
+        self, request: RunCell, timeout_seconds: float | None
+    ) -> Generator[Message | None, None, None]:
         with self._lock:
             if self._group_broken:
                 self._remake_group()

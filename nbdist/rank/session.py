@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import tqdm.std
+
 from nbdist.rank.display import LinkDisplayHook, LinkDisplayPublisher
 from nbdist.rank.executor import Executor
 from nbdist.rank.link import RankLink
@@ -27,6 +29,8 @@ def open_session(kernel: Any, link: RankLink, directory: Path) -> Executor:
         captures.append(FdCapture(output, name, fd))
         setattr(sys, name, LinkStream(output, name, fd))
     shell = kernel.shell
+    # `tqdm.auto` would draw a widget, whose model the notebook cannot reach; a rank's bar is text.
+    sys.modules["tqdm.autonotebook"] = tqdm.std
     shell.display_pub = LinkDisplayPublisher(parent=shell)  # type: ignore[no-untyped-call]
     shell.display_pub.output = output
     shell.displayhook = LinkDisplayHook(parent=shell, shell=shell)  # type: ignore[no-untyped-call]

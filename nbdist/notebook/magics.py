@@ -1,0 +1,210 @@
+"""`%distributed` and `%%distributed` (client)."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, magics_class
+
+from nbdist.cluster.source import check_ranks
+from nbdist.cluster.world import World
+from nbdist.errors import CellInterrupted, CellSyntaxError, NbdistError
+from nbdist.messages import Message
+from nbdist.notebook.arguments import COMMANDS, cell_parser, line_parser, parse
+from nbdist.notebook.auto import AutoMode
+from nbdist.notebook.render import CellView
+from nbdist.notebook.session import current_world, set_world
+from nbdist.notebook.tables import StageDisplay, show_status
+
+__all__ = ["DistributedMagics", "load", "unload"]
+
+
+@magics_class
+class DistributedMagics(Magics):
+    """The magics of a notebook; the world itself is `nbdist.current_world()`."""
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell=shell)
+        self._ip = shell
+        self.auto_mode = AutoMode(shell)
+        self._cell_parser = cell_parser()
+        self._line_parser = line_parser()
+        self._defaults = self._cell_parser.parse_args([])
+
+    @line_cell_magic
+    def distributed(self, line: str, cell: str | None = None) -> None:
+        """Run a cell on the ranks, or a command: `%distributed --help`."""
+        if cell is not None:
+            self._run_cell(line, cell)
+            return
+        arguments = parse(self._line_parser, line)
+        if arguments is None:
+            return
+        if arguments.command is None:
+            self._line_parser.print_help()
+            return
+        command = getattr(self, f"_{arguments.command}")
+        try:
+            command(arguments)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+    def _run_cell(self, line: str, cell: str) -> None:
+        options = parse(self._cell_parser, line) if line.strip() else self._defaults
+        if options is None:
+            return
+        world = current_world()
+        try:
+            ranks = check_ranks(options.ranks, world.num_ranks)
+            stream = world.stream(
+                cell, ranks, options.timeout, execution_count=self._ip.execution_count
+            )
+        except SyntaxError as error:
+            raise CellSyntaxError(error) from None
+        except ValueError as error:
+            raise UsageError(f"%%distributed: {error}") from None
+        view = CellView(ranks, self._publish, quiet=options.quiet)
+        failed = True
+        try:
+            _drive(stream, view)
+            failed = False
+        finally:
+            view.finish(failed=failed)
+
+    def _publish(self, action: str, content: dict[str, Any], label: str) -> None:
+        publisher = self._ip.display_pub
+        if action == "clear_output":
+            publisher.clear_output(wait=content.get("wait", False))
+            return
+        update = action == "update_display_data"
+        if not update:
+            print(label)  # noqa: T201 - the label of a display, in the cell's own output
+        publisher.publish(
+            content["data"],
+            content.get("metadata", {}),
+            transient=content.get("transient", {}),
+            update=update,
+        )
+
+    def _start(self, arguments: argparse.Namespace) -> None:
+        try:
+            running = current_world()
+        except NbdistError:
+            running = None
+        if running is not None:
+            raise UsageError(
+                f"%distributed start: world {running.world_id} with {running.num_ranks} ranks runs "
+                "already; use it, or type `%distributed stop` first (its variables go with it)"
+            )
+        display = StageDisplay(self._ip)
+        world = World.start(
+            arguments.num_ranks,
+            on_stage=display.stage,
+            keep=arguments.keep,
+            timeout_seconds=arguments.timeout,
+            mpi_command=arguments.mpi,
+            threads_per_rank=arguments.threads,
+        )
+        set_world(world)
+        display.done(world)
+
+    def _attach(self, arguments: argparse.Namespace) -> None:
+        world = World.attach(arguments.world_id)
+        set_world(world)
+        show_status(self._ip, world)
+
+    def _status(self, _arguments: argparse.Namespace) -> None:
+        show_status(self._ip, current_world())
+
+    def _stop(self, _arguments: argparse.Namespace) -> None:
+        world = current_world()
+        self.auto_mode.is_on = False
+        world.stop()
+        set_world(None)
+        print(f"world {world.world_id} has ended")  # noqa: T201 - the answer to the command
+
+    def _interrupt(self, _arguments: argparse.Namespace) -> None:
+        current_world().interrupt()
+
+    def _push(self, arguments: argparse.Namespace) -> None:
+        names = self._ip.user_ns
+        if missing := [name for name in arguments.names if name not in names]:
+            raise UsageError(
+                f"%distributed push {' '.join(arguments.names)}: this notebook has no name "
+                f"{missing[0]!r}; assign it first, in a cell without %%distributed"
+            )
+        current_world().push(arguments.ranks, **{name: names[name] for name in arguments.names})
+
+    def _pull(self, arguments: argparse.Namespace) -> None:
+        target = arguments.target or arguments.name
+        if arguments.target is None and target in self._ip.user_ns:
+            raise UsageError(
+                f"%distributed pull {target}: this notebook has a name {target!r} of its own, "
+                f"which is kept; say where to put the ranks' values: "
+                f"`%distributed pull {target} --as {target}_by_rank`"
+            )
+        self._ip.user_ns[target] = current_world().pull(arguments.name, arguments.ranks)
+
+    def _logs(self, arguments: argparse.Namespace) -> None:
+        world = current_world()
+        for rank in check_ranks(arguments.ranks, world.num_ranks):
+            path = Path(world.record.directory) / "logs" / f"rank-{rank}.log"
+            lines = path.read_text(errors="replace").splitlines()
+            print(f"--- rank {rank} ---", *lines[-arguments.tail :], sep="\n")  # noqa: T201
+
+    def _auto(self, arguments: argparse.Namespace) -> None:
+        if arguments.state == "on":
+            current_world()
+        self.auto_mode.is_on = arguments.state == "on"
+
+
+def _drive(stream: Generator[Message | None, None, None], view: CellView) -> None:
+    """Show a cell's events; an interrupt while one is shown reaches the ranks as well."""
+    pending: KeyboardInterrupt | None = None
+    while True:
+        try:
+            event = next(stream) if pending is None else stream.throw(pending)
+            pending = None
+            view.take(event)
+        except StopIteration:
+            return
+        except KeyboardInterrupt as interrupt:
+            if inspect.getgeneratorstate(stream) == inspect.GEN_CLOSED:
+                raise CellInterrupted("stopped on the ranks; their variables are kept") from None
+            pending = interrupt
+
+
+def _complete(_completer: Any, event: Any) -> list[str]:
+    """Complete the commands of `%distributed`."""
+    words = event.line.split()
+    return list(COMMANDS) if len(words) <= 1 + bool(event.symbol) else []
+
+
+def load(shell: Any) -> None:
+    """Register the magics with a shell; loading again keeps the world."""
+    unload_magics(shell)
+    shell.register_magics(DistributedMagics(shell))
+    shell.set_hook("complete_command", _complete, str_key="%distributed")
+
+
+def unload_magics(shell: Any) -> None:
+    """Take what `load` added out of the shell."""
+    present = shell.magics_manager.registry.pop("DistributedMagics", None)
+    if present is not None:
+        present.auto_mode.remove(shell)
+
+
+def unload(shell: Any) -> None:
+    """Stop the world, if any, and take the magics out."""
+    unload_magics(shell)
+    try:
+        world = current_world()
+    except NbdistError:
+        return
+    world.stop()
+    set_world(None)
