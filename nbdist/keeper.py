@@ -49,10 +49,15 @@ def end(processes: list[list[float]]) -> None:
 def watch(owner: int) -> None:
     """Wait until the owner dies or every watched process has ended; then clean up."""
     state: dict[str, object] = {"processes": [], "directory": "", "keep": False}
-    pidfd = os.pidfd_open(owner)
     poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
     poller.register(0, select.POLLIN)
+    try:
+        pidfd = os.pidfd_open(owner)
+        poller.register(pidfd, select.POLLIN)
+    except ProcessLookupError:
+        # It is dead already: what it wrote before says what to clean.
+        state.update(json.loads(sys.stdin.readlines()[-1]))
+        return _clean(state)
     pending = b""
     while True:
         for fd, _ in poller.poll(1000):

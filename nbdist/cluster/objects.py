@@ -62,7 +62,7 @@ class Objects:
 
         with self._lock:
             if self._client is None:
-                self._client = ipyparallel.Client(str(self._file), set_tracebacks=False)
+                self._client = ipyparallel.Client(str(self._file))
             deadline = time.monotonic() + CONNECT_SECONDS
             while not wanted <= set(self._client.ids):
                 if time.monotonic() > deadline:

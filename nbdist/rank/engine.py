@@ -8,9 +8,11 @@ with its controller.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -146,6 +148,7 @@ class Rank:
 
 def main() -> None:
     """Run a rank until it is told to end."""
+    _die_with_launcher()
     directory, world_size = Path(sys.argv[1]), int(sys.argv[2])
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
     place = read_place(world_size)
@@ -164,6 +167,12 @@ def main() -> None:
     from nbdist.rank.ipengine import run_engine
 
     run_engine(rank)
+
+
+def _die_with_launcher() -> None:
+    """Have the kernel end this process when the process that started it dies."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
 
 
 if __name__ == "__main__":

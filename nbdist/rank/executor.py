@@ -171,4 +171,5 @@ class Executor:
                 raise KeyboardInterrupt
             frame = frame.f_back
         if self._task is not None:
-            self._loop.call_soon(self._task.cancel)
+            # The loop may be asleep: only this form wakes it.
+            self._loop.call_soon_threadsafe(self._task.cancel)

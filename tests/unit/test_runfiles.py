@@ -1,0 +1,88 @@
+"""The registry of worlds is private and tells the living from the dead."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from nbdist import keeper, runfiles
+from nbdist.errors import NoWorldError, StartError
+
+
+@pytest.fixture
+def run_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("NBDIST_RUN_DIR", str(tmp_path))
+    return tmp_path
+
+
+def make_record(processes, started_at=0.0):
+    world_id, directory = runfiles.create()
+    record = runfiles.WorldRecord(
+        world_id=world_id,
+        directory=str(directory),
+        num_ranks=2,
+        processes=processes,
+        started_at=started_at,
+    )
+    record.save()
+    return record
+
+
+def me():
+    return [os.getpid(), keeper.start_ticks(os.getpid())]
+
+
+def test_world_directory_is_private(run_dir):
+    _, directory = runfiles.create()
+    assert directory.is_relative_to(run_dir)
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert directory.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_base_directory_open_to_others_is_refused(run_dir):
+    runfiles.base_directory().chmod(0o755)
+    with pytest.raises(StartError, match="must be private .*755; set NBDIST_RUN_DIR"):
+        runfiles.base_directory()
+
+
+def test_list_worlds_shows_only_living_ones(run_dir):
+    alive = make_record([me()])
+    make_record([[os.getpid(), 12345.0]])
+    assert [w.world_id for w in runfiles.list_worlds()] == [alive.world_id]
+
+
+def test_find_world_without_any_says_how_to_start(run_dir):
+    with pytest.raises(NoWorldError, match="running worlds: none; start one with"):
+        runfiles.find_world(None)
+
+
+def test_find_world_with_several_asks_for_a_name(run_dir):
+    first = make_record([me()], 1.0)
+    second = make_record([me()], 2.0)
+    with pytest.raises(NoWorldError, match=f"2 worlds run: {first.world_id}, {second.world_id}"):
+        runfiles.find_world(None)
+    assert runfiles.find_world(second.world_id).world_id == second.world_id
+
+
+def test_keeper_ends_processes_and_files_when_its_owner_dies(run_dir):
+    owner = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    watched = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+    )
+    record = make_record([[watched.pid, keeper.start_ticks(watched.pid)]])
+    state = f'{{"processes": {record.processes}, "directory": "{record.directory}", "keep": false}}'
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", keeper.__file__, str(owner.pid)], stdin=subprocess.PIPE
+    )
+    guard.stdin.write(state.encode() + b"\n")
+    guard.stdin.flush()
+
+    owner.kill()
+    owner.wait()
+
+    assert guard.wait(10) == 0
+    assert watched.wait(1) == -15
+    assert not os.path.exists(record.directory)
+    owner.stdin.close()
+    guard.stdin.close()
