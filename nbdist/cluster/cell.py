@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,20 +38,25 @@ class CellResult:
         seconds: how long the cell ran on the rank.
     """
 
-    text: dict[int, str] = field(default_factory=dict)
-    displays: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    text: dict[int, str]
+    displays: dict[int, list[dict[str, Any]]]
     seconds: dict[int, float] = field(default_factory=dict)
+    _pieces: dict[int, list[str]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, ranks: Sequence[int]) -> CellResult:
+        """Return an empty result of these ranks."""
+        return cls(text=dict.fromkeys(ranks, ""), displays={rank: [] for rank in ranks})
 
     def add(self, event: Message) -> None:
         """Take in one event of the cell."""
         if isinstance(event, RankStream):
-            self.text[event.rank] = self.text.get(event.rank, "") + event.text
+            self._pieces.setdefault(event.rank, []).append(event.text)
         elif isinstance(event, RankDisplay):
-            self.displays.setdefault(event.rank, []).append(event.content)
+            self.displays[event.rank].append(event.content)
         elif isinstance(event, RankDone):
             self.seconds[event.rank] = event.seconds
-            self.text.setdefault(event.rank, "")
-            self.displays.setdefault(event.rank, [])
+            self.text[event.rank] = "".join(self._pieces.pop(event.rank, []))
 
 
 class CellRun:

@@ -110,7 +110,7 @@ class World:
             RemoteCellError: the first failure, with the rank's own traceback.
             SyntaxError: in the source; no rank was touched.
         """
-        result = CellResult()
+        result = CellResult.of(check_ranks(ranks, self.num_ranks))
         for event in self.stream(source, ranks, timeout_seconds):
             if event is not None:
                 result.add(event)

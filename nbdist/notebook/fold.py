@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["Piece", "Folder", "span"]
 
-HOLD_SECONDS = 0.15
+HOLD_SECONDS = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def span(ranks: Iterable[int]) -> str:
 class Folder:
     """Holds each rank's pieces back for a moment, so that equal ones come out once.
 
-    Order within a rank is kept. A piece comes out when no other rank can still bring its equal:
-    each has something else in front, has ended, or has been silent for `HOLD_SECONDS`.
+    Order within a rank is kept. A piece comes out when every other rank has brought its equal
+    or has ended, at the latest after `HOLD_SECONDS`.
 
     Args:
         ranks: that run the cell.
@@ -109,8 +109,7 @@ class Folder:
                 # Its equal stands further back elsewhere: what stands before that goes first.
                 crossed = crossed or piece
                 continue
-            silent = [r for r in others if not self._queues[r] and r not in self._ended]
-            held = self._clock() - arrived < HOLD_SECONDS
-            if not silent or everything or not held:
+            may_come = any(rank not in self._ended for rank in others)
+            if everything or not may_come or self._clock() - arrived >= HOLD_SECONDS:
                 return piece
         return crossed if (fronts and all(self._queues.values())) or everything else None

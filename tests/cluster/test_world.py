@@ -87,7 +87,9 @@ def test_ipython_on_ranks_is_real(world):
 
 
 def test_async_cell_returns_and_its_error_is_an_error(world):
-    assert world.run("import asyncio\nawait asyncio.sleep(0.05); print('slept')").text[0] == "slept\n"
+    assert (
+        world.run("import asyncio\nawait asyncio.sleep(0.05); print('slept')").text[0] == "slept\n"
+    )
     with pytest.raises(RemoteCellError, match="KeyError"):
         world.run("await asyncio.sleep(0); raise KeyError('k')")
     assert world.run("print('next')").text[1] == "next\n"
@@ -150,7 +152,8 @@ def test_syntax_error_and_bad_ranks_touch_no_rank(world):
 
 
 @pytest.mark.parametrize(
-    "source", ["while True: pass", "import time; time.sleep(60)", "import asyncio; await asyncio.sleep(60)"]
+    "source",
+    ["while True: pass", "import time; time.sleep(60)", "import asyncio; await asyncio.sleep(60)"],
 )
 def test_interrupt_from_another_thread_stops_the_cell(world, source):
     threading.Timer(0.5, world.interrupt).start()

@@ -16,9 +16,10 @@ const CONTROLS = [
   { name: "temperature", label: "Temperature", min: 0, step: 0.1, hint: "0 takes the most likely token" },
   { name: "top_k", label: "Top-k", min: 0, step: 1, hint: "0 keeps all tokens" },
   { name: "top_p", label: "Top-p", min: 0, max: 1, step: 0.05 },
-  { name: "seed", label: "Seed", min: 0, step: 1, hint: "empty draws one", optional: true },
+  { name: "seed", label: "Seed", min: 0, step: 1, hint: "random", optional: true },
 ];
-const stores = new WeakMap();
+// by the panel's id: initialize and render are given different objects for one model
+const stores = new Map();
 
 const isLive = (card) => ["sent", "queued", "running"].includes(card.state);
 
@@ -130,7 +131,7 @@ class CardView {
     const [symbol, words] = STATES[card.state] ?? ["?", card.state];
     this.root.dataset.state = card.state;
     this.root.setAttribute("aria-label", `Request ${card.number}, ${words}`);
-    this.state.textContent = `${symbol} ${card.number} ${words}`;
+    this.state.textContent = `${symbol} #${card.number} ${words}`;
     this.facts.replaceChildren(...factsOf(card).map((fact) => make("span", "", fact)));
     this.button.hidden = !isLive(card);
     this.button.setAttribute("aria-label", `Stop request ${card.number}`);
@@ -212,7 +213,7 @@ function buildForm(model, store) {
   row.append(send, stop, clear, lines);
   form.append(label, prompt, controls, row);
 
-  prompt.addEventListener("keydown", (event) => {
+  form.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
       event.preventDefault();
       form.requestSubmit();
@@ -237,12 +238,15 @@ function valueOf(input) {
 
 function initialize({ model }) {
   const store = new Store(model);
-  stores.set(model, store);
-  return () => store.close();
+  stores.set(model.get("panel_id"), store);
+  return () => {
+    store.close();
+    stores.delete(model.get("panel_id"));
+  };
 }
 
 function render({ model, el }) {
-  const store = stores.get(model);
+  const store = stores.get(model.get("panel_id"));
   const root = make("section", "nbdist-generate");
   root.setAttribute("aria-label", "Generate");
   // Notebook shortcuts must not see keys meant for the panel: "d, d" deletes a cell.

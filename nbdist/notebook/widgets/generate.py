@@ -55,6 +55,7 @@ class GenerateWidget(anywidget.AnyWidget):
     _esm = _HERE / "generate.js"
     _css = _HERE / "generate.css"
 
+    panel_id = traitlets.Unicode(help="The same in all views.").tag(sync=True)
     model = traitlets.Unicode("default").tag(sync=True)
     serving = traitlets.Unicode("").tag(sync=True)
     sampling = traitlets.Dict().tag(sync=True)
@@ -69,7 +70,11 @@ class GenerateWidget(anywidget.AnyWidget):
         if unknown := sorted(set(sampling) - set(_CONTROLS)):
             raise ValueError(f"the panel has no control {unknown}; it has {list(_CONTROLS)}")
         defaults = {"max_new_tokens": 64, "temperature": 0.8, "top_k": 0, "top_p": 1.0}
-        super().__init__(model=model, sampling={**defaults, "seed": None, **sampling})
+        super().__init__(
+            panel_id=uuid.uuid4().hex,
+            model=model,
+            sampling={**defaults, "seed": None, **sampling},
+        )
         self._source = source
         self._router: Router | None = None
         self._ranks: RanksPort | None = None
@@ -100,9 +105,8 @@ class GenerateWidget(anywidget.AnyWidget):
             ServeError, NoWorldError, ValueError: see `Router.submit`; the card shows it too.
         """
         slip = self._add(uuid.uuid4().hex, prompt)
-        values = {name: self.sampling.get(name) for name in _CONTROLS}
         try:
-            return self._submit(slip, {**values, **sampling})
+            return self._submit(slip, {**self._values(), **sampling})
         except (NbdistError, ValueError) as error:
             self._refuse(slip, str(error))
             raise
@@ -143,7 +147,8 @@ class GenerateWidget(anywidget.AnyWidget):
 
     def _on_send(self, content: dict[str, Any]) -> None:
         sampling = content.get("sampling")
-        chosen = {key: sampling.get(key) for key in _CONTROLS} if isinstance(sampling, dict) else {}
+        given = sampling if isinstance(sampling, dict) else {}
+        chosen = {**self._values(), **{key: given[key] for key in _CONTROLS if key in given}}
         for request in content.get("requests") or ():
             request_id, prompt = str(request.get("id")), str(request.get("prompt"))
             if request_id not in self._slips:
@@ -177,7 +182,7 @@ class GenerateWidget(anywidget.AnyWidget):
             generation = router.submit(slip.prompt, **sampling)
         except Overloaded:
             raise
-        except ServeError:  # its replicas are gone: healed ranks may serve again
+        except ServeError:  # no replica is left: others may have come since
             if not isinstance(router, Router):
                 raise
             router.refresh()
@@ -190,6 +195,9 @@ class GenerateWidget(anywidget.AnyWidget):
         if stopped:
             generation.cancel()
         return generation
+
+    def _values(self) -> dict[str, Any]:
+        return {name: self.sampling.get(name) for name in _CONTROLS}
 
     def _find_router(self) -> Submitter:
         with self._router_lock:

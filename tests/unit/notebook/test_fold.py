@@ -17,7 +17,13 @@ def line(text, stream="stdout"):
 
 @pytest.mark.parametrize(
     ("ranks", "text"),
-    [([0], "0"), ([1, 0], "0-1"), ([0, 1, 2, 3], "0-3"), ([0, 2], "0,2"), ([0, 1, 3, 5, 6], "0-1,3,5-6")],
+    [
+        ([0], "0"),
+        ([1, 0], "0-1"),
+        ([0, 1, 2, 3], "0-3"),
+        ([0, 2], "0,2"),
+        ([0, 1, 3, 5, 6], "0-1,3,5-6"),
+    ],
 )
 def test_span_shortens_runs(ranks, text):
     assert span(ranks) == text
@@ -43,8 +49,23 @@ def test_folder_shows_different_lines_by_rank():
         folder.add(rank, line("same"))
         folder.add(rank, line(f"rank {rank}"))
         folder.add(rank, line("end"))
+        folder.end(rank)
     folder.release()
     assert shown == [("0-1", "same"), ("0", "rank 0"), ("1", "rank 1"), ("0-1", "end")]
+
+
+def test_folder_waits_for_a_line_that_comes_after_a_different_one():
+    shown = Shown()
+    folder = Folder([0, 1], shown, ManualClock())
+    for piece in (line("rank 0"), line("end")):
+        folder.add(0, piece)
+    folder.end(0)
+    folder.add(1, line("rank 1"))
+    folder.release()
+    folder.add(1, line("end"))
+    folder.end(1)
+    folder.release()
+    assert shown == [("0", "rank 0"), ("1", "rank 1"), ("0-1", "end")]
 
 
 def test_folder_lets_a_rank_catch_up_to_an_equal_line():
@@ -53,6 +74,7 @@ def test_folder_lets_a_rank_catch_up_to_an_equal_line():
     for text in ("only 0", "both"):
         folder.add(0, line(text))
     folder.add(1, line("both"))
+    folder.end(1)
     folder.release()
     assert shown == [("0", "only 0"), ("0-1", "both")]
 

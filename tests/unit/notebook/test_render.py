@@ -78,7 +78,9 @@ def test_view_shows_a_plain_value_as_text(view, capsys):
 def test_view_publishes_equal_displays_once_under_their_span(view, published):
     content = {"data": {"text/html": "<b>x</b>"}, "metadata": {}, "transient": {}}
     for rank in (0, 1):
-        view.take(RankDisplay(rank=rank, cell_id="c", seq=0, action="display_data", content=content))
+        view.take(
+            RankDisplay(rank=rank, cell_id="c", seq=0, action="display_data", content=content)
+        )
     finish(view)
     assert [(action, label) for action, _, label in published] == [("display_data", "[0-1]")]
     assert published[0][1]["data"] == {"text/html": "<b>x</b>"}
@@ -87,7 +89,9 @@ def test_view_publishes_equal_displays_once_under_their_span(view, published):
 def test_view_gives_each_rank_a_display_id_of_its_own(view, published):
     for rank in (0, 1):
         content = {"data": {"text/plain": "a"}, "transient": {"display_id": "d"}}
-        view.take(RankDisplay(rank=rank, cell_id="c", seq=0, action="display_data", content=content))
+        view.take(
+            RankDisplay(rank=rank, cell_id="c", seq=0, action="display_data", content=content)
+        )
     finish(view)
     assert [c["transient"]["display_id"] for _, c, _ in published] == ["0-d", "1-d"]
 
