@@ -112,4 +112,6 @@ class Folder:
             may_come = any(rank not in self._ended for rank in others)
             if everything or not may_come or self._clock() - arrived >= HOLD_SECONDS:
                 return piece
-        return crossed if (fronts and all(self._queues.values())) or everything else None
+            # Lower ranks first, where nothing else decides.
+            return None
+        return crossed

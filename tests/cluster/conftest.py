@@ -131,7 +131,8 @@ def notebook():
     """A kernel with a world of two ranks whose tests leave no rank dead."""
     opened = Notebook()
     assert opened.run("%load_ext nbdist").status == "ok"
-    assert opened.run("%distributed start -n 2").status == "ok"
+    started = opened.run("%distributed start -n 2")
+    assert started.status == "ok", started
     yield opened
     opened.run("%distributed stop")
     opened.close()
