@@ -84,10 +84,13 @@ def find_launcher(
     done = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
     text = done.stdout + done.stderr
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    version = lines[0] if lines else ""
     if "Open MPI" in text or "OpenRTE" in text or "PRRTE" in text:
         flavour = "openmpi"
+        version = version.removeprefix("mpirun ").replace("(", "").replace(")", "")
     elif "HYDRA" in text or "MPICH" in text:
         flavour = "mpich"
+        version = "MPICH " + next((x.split()[-1] for x in lines if x.startswith("Version")), "")
     else:
         raise StartError(
             f"{found} is no Open MPI and no MPICH; `--version` said {lines[:2] or 'nothing'}; "
@@ -95,7 +98,7 @@ def find_launcher(
             stage="find MPI",
         )
     return Launcher(
-        command=found, flavour=flavour, version=lines[0][:60], library=_library_of(found, flavour)
+        command=found, flavour=flavour, version=version, library=_library_of(found, flavour)
     )
 
 

@@ -33,7 +33,7 @@ def test_launcher_of_mpich_gets_no_switch_of_open_mpi(tmp_path):
 
     launcher = mpi.find_launcher(str(path))
 
-    assert launcher.flavour == "mpich"
+    assert (launcher.flavour, launcher.version) == ("mpich", "MPICH 5.0.2")
     assert launcher.arguments(3, ["prog"]) == [str(path), "-n", "3", "prog"]
     assert not any(name.startswith("OMPI") for name in launcher.environment())
 
@@ -43,6 +43,7 @@ def test_launcher_of_open_mpi_survives_a_dead_rank(tmp_path):
 
     launcher = mpi.find_launcher(str(path))
 
+    assert launcher.version == "Open MPI 5.0.11"
     assert "--enable-recovery" in launcher.arguments(2, ["prog"])
     assert launcher.environment()["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
 
