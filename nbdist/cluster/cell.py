@@ -23,7 +23,9 @@ from nbdist.messages import (
 
 __all__ = ["CellResult", "CellRun"]
 
-GRACE_SECONDS = 0.5
+# After a rank has failed the others wait for nothing that will come; after a stop they may be
+# at the end of a training step, which leaves a consistent state.
+GRACE_SECONDS = {"failure": 0.5, "stop": 1.5}
 GIVE_UP_SECONDS = 5.0
 TICK_SECONDS = 0.05
 
@@ -119,6 +121,10 @@ class CellRun:
         if self._stopped:
             raise KeyboardInterrupt
 
+    @property
+    def _grace(self) -> float:
+        return GRACE_SECONDS["stop" if self._stopped else "failure"]
+
     def stop(self) -> None:
         """Ask every rank to stop; asked again, free them from collectives without waiting."""
         self._stopped = True
@@ -144,7 +150,7 @@ class CellRun:
         if self._timeout and now - self._started > self._timeout and not self._timed_out:
             self._timed_out = True
             self._climb()
-        elif self._rung_at and now - self._rung_at > GRACE_SECONDS and self._rung < 2:
+        elif self._rung_at and now - self._rung_at > self._grace and self._rung < 2:
             self._climb()
         elif self._rung == 2 and now - self._rung_at > GIVE_UP_SECONDS:
             self._rung = 3

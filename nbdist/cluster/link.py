@@ -125,7 +125,7 @@ class WorldLink:
                 if self._monitors[rank] in ready:
                     self._check(rank)
         for rank in list(self._sockets):
-            self._drop(rank)
+            self._lose(rank)
         self._context.term()
         os.close(self._wake)
 
@@ -153,6 +153,10 @@ class WorldLink:
         if event["event"] != zmq.EVENT_DISCONNECTED:
             return
         self._receive(rank, self._sockets[rank])
+        self._lose(rank)
+
+    def _lose(self, rank: int) -> None:
+        """Note that a rank is gone and tell everyone who waits for something of it."""
         self._lost.add(rank)
         self._drop(rank)
         for topic, handler in list(self._topics.items()):

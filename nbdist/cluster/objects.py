@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import traitlets.log
 
 from nbdist.errors import NbdistError, RemoteCellError
 
@@ -62,7 +66,8 @@ class Objects:
 
         with self._lock:
             if self._client is None:
-                self._client = ipyparallel.Client(str(self._file))
+                with _without_signing_advice():
+                    self._client = ipyparallel.Client(str(self._file))
             deadline = time.monotonic() + CONNECT_SECONDS
             while not wanted <= set(self._client.ids):
                 if time.monotonic() > deadline:
@@ -89,6 +94,20 @@ class Objects:
                 ranks[0], error.ename, error.evalue, _text(error.traceback)
             ) from None
         return list(values) if isinstance(values, list) else [values]
+
+
+@contextlib.contextmanager
+def _without_signing_advice() -> Iterator[None]:
+    """Drop jupyter_client's warning that messages are not signed: CURVE authenticates them."""
+    logger = traitlets.log.get_logger()
+    if isinstance(logger, logging.LoggerAdapter):
+        logger = logger.logger
+    advice = lambda record: "signing is disabled" not in record.getMessage()  # noqa: E731
+    logger.addFilter(advice)
+    try:
+        yield
+    finally:
+        logger.removeFilter(advice)
 
 
 def _text(traceback: Any) -> str:

@@ -19,7 +19,7 @@ from nbdist.notebook.arguments import COMMANDS, cell_parser, line_parser, parse
 from nbdist.notebook.auto import AutoMode
 from nbdist.notebook.render import CellView
 from nbdist.notebook.session import current_world, set_world
-from nbdist.notebook.tables import StageDisplay, show_status
+from nbdist.notebook.tables import StageDisplay, say, show_status
 
 __all__ = ["DistributedMagics", "load", "unload"]
 
@@ -83,7 +83,7 @@ class DistributedMagics(Magics):
             return
         update = action == "update_display_data"
         if not update:
-            print(label)  # noqa: T201 - the label of a display, in the cell's own output
+            say(label)
         publisher.publish(
             content["data"],
             content.get("metadata", {}),
@@ -126,7 +126,7 @@ class DistributedMagics(Magics):
         self.auto_mode.is_on = False
         world.stop()
         set_world(None)
-        print(f"world {world.world_id} has ended")  # noqa: T201 - the answer to the command
+        say(f"world {world.world_id} has ended")
 
     def _interrupt(self, _arguments: argparse.Namespace) -> None:
         current_world().interrupt()
@@ -155,7 +155,7 @@ class DistributedMagics(Magics):
         for rank in check_ranks(arguments.ranks, world.num_ranks):
             path = Path(world.record.directory) / "logs" / f"rank-{rank}.log"
             lines = path.read_text(errors="replace").splitlines()
-            print(f"--- rank {rank} ---", *lines[-arguments.tail :], sep="\n")  # noqa: T201
+            say("\n".join([f"--- rank {rank} ---", *lines[-arguments.tail :]]))
 
     def _auto(self, arguments: argparse.Namespace) -> None:
         if arguments.state == "on":

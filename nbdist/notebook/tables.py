@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import html
+import sys
 import time
 from typing import Any
 
 from nbdist.cluster.world import World
 from nbdist.messages import RankInfo
 
-__all__ = ["StageDisplay", "show_status"]
+__all__ = ["StageDisplay", "say", "show_status"]
 
 HEADINGS = ("rank", "host", "pid", "device", "memory", "state")
 
@@ -50,6 +51,11 @@ def _bundle(title: str, rows: list[tuple[str, ...]]) -> dict[str, str]:
     return {"text/plain": "\n".join([title, *lines]), "text/html": table}
 
 
+def say(text: str) -> None:
+    """Write a line of answer to a command into the cell's output."""
+    sys.stdout.write(text + "\n")
+
+
 def show_status(shell: Any, world: World) -> None:
     """Show who the ranks are and what they run."""
     infos = world.status()
@@ -66,7 +72,7 @@ def _show(
 ) -> None:
     if not hasattr(shell, "kernel"):
         # A terminal cannot rewrite what it has shown.
-        print(bundle["text/plain"])  # noqa: T201 - the answer to a command
+        say(bundle["text/plain"])
         return
     transient = {"display_id": display_id} if display_id else {}
     shell.display_pub.publish(bundle, {}, transient=transient, update=update)

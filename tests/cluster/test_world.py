@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -138,7 +139,7 @@ def test_rank_that_raises_frees_the_one_that_waits_in_a_collective(world, call):
 
 
 def test_timeout_stops_the_cell_and_keeps_names(world):
-    with pytest.raises(CellTimeoutError, match="longer than --timeout 0.5 seconds"):
+    with pytest.raises(CellTimeoutError, match=r"longer than --timeout 0.5 seconds"):
         world.run("n = 41\nimport time\nn += 1\ntime.sleep(60)", timeout_seconds=0.5)
     assert world.run("print(n)").text[0] == "42\n"
 
@@ -201,7 +202,7 @@ def test_cell_sent_while_another_clients_runs_is_refused(world):
         for event in stream:
             if isinstance(event, RankStream):
                 break
-        with pytest.raises(RankBusyError, match="was not run: rank .* still runs cell"):
+        with pytest.raises(RankBusyError, match=r"was not run: rank .* still runs cell"):
             other.run("print(1)")
     finally:
         stream.close()
@@ -235,7 +236,7 @@ def test_stop_leaves_no_process_and_no_file():
     assert len(processes) >= 4
     world.stop()
     assert_all_gone(processes, within_seconds=0.5)
-    assert not os.path.exists(world.record.directory)
+    assert not Path(world.record.directory).exists()
     with pytest.raises(NoWorldError, match="has been stopped"):
         world.run("1")
     world.stop()
@@ -262,14 +263,13 @@ def test_owner_killed_leaves_nothing_unless_kept(keep):
     owner.stdout.close()
 
     if keep:
-        found = World.attach(world_id)
-        assert found.pull("x") == {0: 7, 1: 8}
-        found.stop()
+        with World.attach(world_id) as found:
+            assert found.pull("x") == {0: 7, 1: 8}
     assert_all_gone(processes, within_seconds=10)
     deadline = time.monotonic() + 5
-    while os.path.exists(record.directory) and time.monotonic() < deadline:
+    while Path(record.directory).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not os.path.exists(record.directory)
+    assert not Path(record.directory).exists()
 
 
 def test_launcher_killed_takes_its_ranks_along(own_world):

@@ -23,7 +23,7 @@ def test_message_sent_and_received_is_equal(message):
 
 
 def test_wire_of_unknown_kind_is_refused_with_known_kinds():
-    with pytest.raises(ValueError, match="kind 'exec' is unknown; known kinds: .*'run'"):
+    with pytest.raises(ValueError, match=r"kind 'exec' is unknown; known kinds: .*'run'"):
         from_wire(json.dumps({"kind": "exec"}).encode())
 
 

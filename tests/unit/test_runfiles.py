@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_world_directory_is_private(run_dir):
 
 def test_base_directory_open_to_others_is_refused(run_dir):
     runfiles.base_directory().chmod(0o755)
-    with pytest.raises(StartError, match="must be private .*755; set NBDIST_RUN_DIR"):
+    with pytest.raises(StartError, match=r"must be private .*755; set NBDIST_RUN_DIR"):
         runfiles.base_directory()
 
 
@@ -83,6 +84,6 @@ def test_keeper_ends_processes_and_files_when_its_owner_dies(run_dir):
 
     assert guard.wait(10) == 0
     assert watched.wait(1) == -15
-    assert not os.path.exists(record.directory)
+    assert not Path(record.directory).exists()
     owner.stdin.close()
     guard.stdin.close()

@@ -92,14 +92,6 @@ class Store extends EventTarget {
     this.changed();
   }
 
-  stop(id = null) {
-    this.model.send({ kind: "stop", id });
-  }
-
-  clear() {
-    this.model.send({ kind: "clear" });
-  }
-
   changed() {
     this.dispatchEvent(new Event("change"));
   }
@@ -115,7 +107,7 @@ class CardView {
     this.facts = make("span", "nbdist-generate-facts");
     this.button = make("button", "nbdist-generate-small", "Stop");
     this.button.type = "button";
-    this.button.addEventListener("click", () => store.stop(id));
+    this.button.addEventListener("click", () => store.model.send({ kind: "stop", id }));
     head.append(this.state, this.facts, this.button);
     const body = make("div", "nbdist-generate-text");
     this.prompt = make("span", "nbdist-generate-prompt");
@@ -208,8 +200,8 @@ function buildForm(model, store) {
   const stop = make("button", "", "Stop all");
   const clear = make("button", "", "Clear finished");
   stop.type = clear.type = "button";
-  stop.addEventListener("click", () => store.stop());
-  clear.addEventListener("click", () => store.clear());
+  stop.addEventListener("click", () => model.send({ kind: "stop", id: null }));
+  clear.addEventListener("click", () => model.send({ kind: "clear" }));
   row.append(send, stop, clear, lines);
   form.append(label, prompt, controls, row);
 

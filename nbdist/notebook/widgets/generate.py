@@ -201,14 +201,14 @@ class GenerateWidget(anywidget.AnyWidget):
 
     def _find_router(self) -> Submitter:
         with self._router_lock:
-            source = self._source
+            source: Any = self._source
             if source is None:
                 import nbdist
 
                 source = nbdist.current_world()
             if hasattr(source, "submit"):
                 return cast("Submitter", source)
-            ranks = cast("RanksPort", source)
+            ranks: RanksPort = source
             if self._router is None or self._ranks is not ranks:
                 router = Router(ranks, self.model)
                 if self._router is not None:  # of a world that has been stopped

@@ -66,5 +66,5 @@ def test_launcher_missing_says_what_to_install(tmp_path, monkeypatch):
 
 def test_launcher_that_is_no_mpi_is_refused(tmp_path):
     path = make_launcher(tmp_path, "my own script")
-    with pytest.raises(StartError, match="is no Open MPI and no MPICH; .*my own script"):
+    with pytest.raises(StartError, match=r"is no Open MPI and no MPICH; .*my own script"):
         mpi.find_launcher(str(path))

@@ -18,7 +18,7 @@ def test_cell_options_take_a_negative_rank():
 
 @pytest.mark.parametrize("line", ["--rank 0 --bad", "extra", "--timeout soon", "-r"])
 def test_cell_options_with_a_mistake_point_to_help(line):
-    with pytest.raises(UsageError, match="type `%%distributed --help`"):
+    with pytest.raises(UsageError, match=r"type `%%distributed --help`"):
         parse(cell_parser(), line)
 
 
@@ -34,7 +34,7 @@ def test_every_command_has_help(command, capsys):
 
 
 def test_unknown_command_lists_those_that_exist():
-    with pytest.raises(UsageError, match="invalid choice: 'begin' .*start.*status.*stop"):
+    with pytest.raises(UsageError, match=r"invalid choice: 'begin' .*start.*status.*stop"):
         parse(line_parser(), "begin")
 
 

@@ -178,6 +178,18 @@ def test_batcher_cancel_ends_waiting_and_running_rows_at_once(model, tokenizer, 
     assert bench.text("b") == greedy.text("the quick", 12)
 
 
+def test_batcher_cancel_gives_out_the_text_that_a_stop_text_held_back(bench, greedy):
+    whole = greedy.text("the quick", 12)
+    bench.submit("a", "the quick", stop=(whole + "!",))
+    for _ in range(5):
+        bench.batcher.step()
+    assert bench.text("a") == ""
+
+    bench.batcher.cancel("a")
+
+    assert bench.text("a") == greedy.text("the quick", 5)
+
+
 def test_batcher_with_a_failing_decode_ends_its_rows_and_goes_on(bench, model, greedy):
     bench.submit("a", "the quick")
     bench.submit("b", "brown")

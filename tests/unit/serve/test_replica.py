@@ -156,15 +156,22 @@ def test_replica_whose_thread_fails_ends_its_requests_and_its_name(
     replica = serve(model, tokenizer, port=one_rank.ports[0])
     router = Router(one_rank)
 
+    entered, go_on = threading.Event(), threading.Event()
+
     def fail(_):
+        entered.set()
+        assert go_on.wait(20)
         raise OSError("the disk is gone")
 
     monkeypatch.setattr("nbdist.serve.batcher.Batcher.step", fail)
-    generation = router.submit("fox")
+    made = [router.submit("in the step")]
+    assert entered.wait(20)
+    made += [router.submit("still in the inbox") for _ in range(3)]
+    go_on.set()
 
-    assert generation.wait(20)
-    assert generation.finish_reason == "error"
-    assert "ended by OSError: the disk is gone; call `serve` again" in generation.detail
+    assert all(generation.wait(20) for generation in made)
+    assert {generation.finish_reason for generation in made} == {"error"}
+    assert "ended by OSError: the disk is gone; call `serve` again" in made[3].detail
     assert not replica.running
 
 

@@ -9,7 +9,7 @@ from nbdist.errors import CheckpointError
 from nbdist.train.manifest import Manifest, latest, list_checkpoints, prune, publish, read_manifest
 
 
-def _manifest(step, files=None):
+def _manifest(step):
     return Manifest(
         step=step,
         world_size=2,
@@ -17,7 +17,6 @@ def _manifest(step, files=None):
         torch_version="2",
         loss=1.5,
         seconds=0.0,
-        files=files or {},
     )
 
 
@@ -25,7 +24,7 @@ def _published(directory, step):
     partial = directory / f"step-{step:08d}.tmp-1"
     partial.mkdir(parents=True)
     (partial / "data").write_text("12345")
-    publish(partial, directory / f"step-{step:08d}", _manifest(step, {"data": 5}))
+    publish(partial, directory / f"step-{step:08d}", _manifest(step))
     return directory / f"step-{step:08d}"
 
 

@@ -1,0 +1,56 @@
+"""Every value that crosses a process border (anywhere; standard library only)."""
+
+from nbdist.messages.link import (
+    AbortGroup,
+    CellEvent,
+    Interrupt,
+    JoinFailed,
+    JoinGroup,
+    RankDisplay,
+    RankDone,
+    RankError,
+    RankInfo,
+    RankStream,
+    RunCell,
+    Shutdown,
+    Stage,
+    StatusQuery,
+    Unhandled,
+)
+from nbdist.messages.serving import (
+    CancelRequest,
+    GenerateRequest,
+    ModelServed,
+    Sampling,
+    ServeQuery,
+    TokenEvent,
+)
+from nbdist.messages.wire import Message, from_wire, to_wire, topic_of
+
+__all__ = [
+    "Message",
+    "to_wire",
+    "from_wire",
+    "topic_of",
+    "StatusQuery",
+    "RankInfo",
+    "Stage",
+    "JoinGroup",
+    "JoinFailed",
+    "AbortGroup",
+    "Shutdown",
+    "RunCell",
+    "Interrupt",
+    "Unhandled",
+    "CellEvent",
+    "RankStream",
+    "RankDisplay",
+    "RankError",
+    "RankDone",
+    "Sampling",
+    "ServeQuery",
+    "ModelServed",
+    "GenerateRequest",
+    "CancelRequest",
+    "TokenEvent",
+]

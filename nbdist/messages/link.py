@@ -1,0 +1,192 @@
+"""Messages between a client and its ranks: place, group, cells (anywhere; stdlib only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nbdist.messages.wire import Message, message
+
+__all__ = [
+    "StatusQuery",
+    "RankInfo",
+    "Stage",
+    "JoinGroup",
+    "JoinFailed",
+    "AbortGroup",
+    "Shutdown",
+    "RunCell",
+    "Interrupt",
+    "Unhandled",
+    "CellEvent",
+    "RankStream",
+    "RankDisplay",
+    "RankError",
+    "RankDone",
+]
+
+
+@message("status_query")
+class StatusQuery(Message):
+    """Client to rank: who are you and what do you run? The rank answers with its `RankInfo`."""
+
+    query_id: str
+
+
+@message("rank_info")
+class RankInfo(Message):
+    """Rank to client: who a rank is. Memory is the device's for a GPU, the host's for a CPU.
+
+    Attributes:
+        generation: of the process group the rank is in; -1 before the first.
+        running_cell: id of the cell that runs; empty when idle.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    pid: int
+    device: str
+    device_name: str = ""
+    memory_bytes: int = 0
+    engine_id: int = -1
+    generation: int = -1
+    running_cell: str = ""
+    query_id: str = ""
+
+
+@message("stage")
+class Stage(Message):
+    """Rank to client: what the rank is doing while the world starts."""
+
+    rank: int
+    text: str
+    failed: bool = False
+
+
+@message("join_group")
+class JoinGroup(Message):
+    """Client to rank: leave the process group you are in and join this generation of it.
+
+    Answered by `RankInfo` once a collective of the new group has been verified, or `JoinFailed`.
+
+    Attributes:
+        store: path of the file that the group's rendezvous store lives in.
+    """
+
+    query_id: str
+    generation: int
+    store: str
+    timeout_seconds: float
+
+
+@message("join_failed")
+class JoinFailed(Message):
+    """Rank to client: the rank is in no process group; `reason` says why."""
+
+    rank: int
+    query_id: str
+    generation: int
+    reason: str
+
+
+@message("abort_group")
+class AbortGroup(Message):
+    """Client to rank: free whatever waits in a collective of this generation, and no later one."""
+
+    generation: int
+
+
+@message("shutdown")
+class Shutdown(Message):
+    """Client to rank: end the process."""
+
+
+@message("run")
+class RunCell(Message):
+    """Client to rank: run `source` in the rank's namespace.
+
+    Attributes:
+        execution_count: the notebook's cell number, shown in tracebacks; 0 keeps the rank's own.
+        ranks: every rank that runs the cell.
+    """
+
+    cell_id: str
+    source: str
+    ranks: tuple[int, ...]
+    execution_count: int = 0
+
+
+@message("interrupt")
+class Interrupt(Message):
+    """Client to rank: stop the cell of this id, and no other."""
+
+    cell_id: str
+
+
+@message("unhandled")
+class Unhandled(Message):
+    """Rank to client: nothing on this rank handles messages of this kind.
+
+    Attributes:
+        topic: the id of the message, as `topic_of` gives it.
+    """
+
+    rank: int
+    unhandled: str
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellEvent(Message):
+    """Base of a rank's events of one cell; `seq` counts them from 0."""
+
+    rank: int
+    cell_id: str
+    seq: int
+
+
+@message("stream")
+class RankStream(CellEvent):
+    """Rank to client: text that the rank wrote since its last event."""
+
+    stream: str
+    text: str
+
+
+@message("display")
+class RankDisplay(CellEvent):
+    """Rank to client: one Jupyter display message.
+
+    Attributes:
+        action: `display_data`, `update_display_data`, `execute_result` or `clear_output`.
+        content: the content of the Jupyter message of that name.
+    """
+
+    action: str
+    content: dict[str, Any]
+
+
+@message("error")
+class RankError(CellEvent):
+    """Rank to client: the exception that ended the rank's cell."""
+
+    name: str
+    value: str
+    traceback: str
+    at_seconds: float = 0.0
+
+
+@message("done")
+class RankDone(CellEvent):
+    """Rank to client: the cell has ended on this rank; nothing of it comes after.
+
+    Attributes:
+        status: `ok`, `error`, `interrupted`, `busy` (another cell runs; nothing was run) or
+            `lost` (made by the client when the rank's process is gone).
+    """
+
+    status: str
+    seconds: float
+    detail: str = ""

@@ -1,0 +1,33 @@
+"""Inference on resident models: requests, batches, tokens (scheduler torch-free; runner on ranks).
+
+Importing it brings no torch: the client's kernel stays light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nbdist.serve.generation import Generation as Generation
+    from nbdist.serve.oneshot import generate as generate
+    from nbdist.serve.replica import Replica as Replica
+    from nbdist.serve.replica import serve as serve
+    from nbdist.serve.router import Router as Router
+
+_HOMES = {
+    "serve": "nbdist.serve.replica",
+    "Replica": "nbdist.serve.replica",
+    "Router": "nbdist.serve.router",
+    "Generation": "nbdist.serve.generation",
+    "generate": "nbdist.serve.oneshot",
+}
+
+__all__ = ["serve", "Replica", "Router", "Generation", "generate"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {__all__}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

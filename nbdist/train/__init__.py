@@ -1,0 +1,30 @@
+"""Sharded training (ranks): mesh, data, trainer, checkpoints; knows no notebook."""
+
+from nbdist.train.checkpoint import CheckpointConfig
+from nbdist.train.config import TrainConfig, next_token_loss
+from nbdist.train.data import TextData, build_tokenizer, shakespeare
+from nbdist.train.manifest import latest, list_checkpoints
+from nbdist.train.mesh import MeshConfig, build_mesh
+from nbdist.train.metrics import StepRecord, TrainHistory
+from nbdist.train.models import DecoderConfig, DecoderLM
+from nbdist.train.parallelize import parallelize
+from nbdist.train.trainer import Trainer
+
+__all__ = [
+    "DecoderConfig",
+    "DecoderLM",
+    "TextData",
+    "build_tokenizer",
+    "shakespeare",
+    "MeshConfig",
+    "build_mesh",
+    "parallelize",
+    "TrainConfig",
+    "Trainer",
+    "TrainHistory",
+    "StepRecord",
+    "next_token_loss",
+    "CheckpointConfig",
+    "latest",
+    "list_checkpoints",
+]

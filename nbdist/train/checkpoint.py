@@ -1,0 +1,213 @@
+"""Checkpoints: written whole or not at all, loaded by any number of ranks (ranks).
+
+`manifest` tells how a checkpoint becomes complete; here is what goes into one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from nbdist.errors import CheckpointError
+from nbdist.train.manifest import (
+    Manifest,
+    latest,
+    list_checkpoints,
+    publish,
+    read_manifest,
+    some,
+    write_text,
+)
+from nbdist.train.rng import rng_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+    from torch.distributed.checkpoint.metadata import Metadata
+
+__all__ = [
+    "CheckpointConfig",
+    "Manifest",
+    "latest",
+    "list_checkpoints",
+    "load",
+    "read_rng",
+    "save",
+]
+
+_TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Where and how often to save.
+
+    Attributes:
+        directory: seen by all ranks; made if missing.
+        every_steps: steps between saves; the end of a run is saved too.
+        keep_last: checkpoints kept; older ones are deleted after a save.
+    """
+
+    directory: str | Path
+    every_steps: int
+    keep_last: int = 3
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 1 or self.keep_last < 1:
+            raise ValueError(
+                f"CheckpointConfig got every_steps={self.every_steps}, keep_last="
+                f"{self.keep_last}; set both >= 1"
+            )
+
+
+def save(
+    directory: str | Path,
+    *,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: dict[str, int],
+    loss: float | None = None,
+    config: dict[str, Any] | None = None,
+    tokenizer_json: str | None = None,
+    keep_last: int | None = None,
+) -> Path:
+    """Write one checkpoint and return its path. Collective over: the default group.
+
+    Holds the weights, the optimizer's state, each rank's random state and the tokenizer.
+
+    Raises:
+        CheckpointError: a rank could not write; the checkpoints before it are untouched.
+    """
+    final = Path(directory) / f"step-{step:08d}"
+    rank = dist.get_rank()
+    names = [f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"]
+    dist.broadcast_object_list(names, src=0)
+    partial = final.with_name(names[0])
+    what = f"checkpoint of step {step} was not saved to {final}"
+    with _together(what):
+        partial.mkdir(parents=True, exist_ok=True)
+    state, optimizer_state = get_state_dict(model, optimizer)
+    with _together(what):
+        state_dict_saver.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=partial)
+        write_text(partial / f"rng-{rank}.json", json.dumps(rng_state()))
+        if rank == 0 and tokenizer_json is not None:
+            write_text(partial / _TOKENIZER, tokenizer_json)
+    with _together(what):
+        if rank == 0:
+            manifest = Manifest(
+                step=step,
+                world_size=dist.get_world_size(),
+                mesh=mesh,
+                torch_version=str(torch.__version__),
+                loss=loss,
+                seconds=time.time(),
+                config=config or {},
+            )
+            publish(partial, final, manifest, keep_last=keep_last)
+    return final
+
+
+def load(
+    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> Manifest:
+    """Load a checkpoint into a model, exactly. Collective over: the default group, if there is one.
+
+    The model may be sharded over another number of ranks than wrote it, or be whole, in a
+    process without a group.
+
+    Args:
+        path: a directory that `save`, `latest` or `list_checkpoints` returned.
+        model: gets the weights in place.
+        optimizer: gets its state, if given.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, incomplete, or of another model.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    weights = get_model_state_dict(model)
+    state: dict[str, Any] = {"model": weights}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    reader = FileSystemReader(path)
+    _check_same_tensors(path, weights, reader.read_metadata())
+    try:
+        with warnings.catch_warnings():
+            # loading without a group is what such a caller wants
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            # in place: each rank reads its own shards, whatever the shards on disk
+            state_dict_loader.load(state, storage_reader=reader)
+    except CheckpointException as error:
+        raise CheckpointError(
+            f"{path} could not be loaded: {error}; if the optimizer changed, load the weights "
+            "alone: load(path, model)"
+        ) from error
+    set_model_state_dict(model, weights)
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return manifest
+
+
+def read_rng(path: str | Path, rank: int) -> dict[str, Any]:
+    """Return the random state that a rank saved, for `restore_rng`."""
+    state: dict[str, Any] = json.loads(Path(path, f"rng-{rank}.json").read_text(encoding="utf-8"))
+    return state
+
+
+def _check_same_tensors(path: Path, weights: dict[str, Any], metadata: Metadata) -> None:
+    saved = {
+        name.removeprefix("model."): tuple(getattr(entry, "size", ()))
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith("model.")
+    }
+    wanted = {name: tuple(getattr(value, "shape", ())) for name, value in weights.items()}
+    differing = [
+        f"`{name}` (checkpoint {saved.get(name, 'none')}, model {wanted.get(name, 'none')})"
+        for name in sorted(saved.keys() | wanted.keys())
+        if saved.get(name) != wanted.get(name)
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{path} holds another model: {len(differing)} tensors differ: {some(differing)}; "
+            "build the model with the configuration in its manifest.json"
+        )
+
+
+@contextmanager
+def _together(what: str) -> Iterator[None]:
+    """End a part of a save on all ranks alike: one rank's failure is every rank's error."""
+    problem: BaseException | None = None
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        problem = error
+    problems: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, f"{type(problem).__name__}: {problem}" if problem else "")
+    failed = {rank: text for rank, text in enumerate(problems) if text}
+    if failed:
+        rank, text = next(iter(failed.items()))
+        raise CheckpointError(
+            f"{what}: rank {rank} met {text} ({len(failed)} of {len(problems)} ranks failed); "
+            "free or mend that place and save again"
+        ) from problem

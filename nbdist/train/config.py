@@ -1,0 +1,97 @@
+"""How a run is trained: the settings and the default loss (ranks)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from nbdist.train.checkpoint import CheckpointConfig
+
+__all__ = ["LossFn", "TrainConfig", "next_token_loss"]
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+"""(model output, targets) of a rank's rows -> mean loss over them, a scalar tensor."""
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats.
+
+    Args:
+        logits: (..., V); a dtype below 32 bits is widened first.
+        targets: (...), long.
+    """
+    wide = logits.float() if logits.dtype.itemsize < 4 else logits
+    return functional.cross_entropy(wide.flatten(0, -2), targets.flatten())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How a run is trained; the defaults suit `DecoderConfig.tiny`.
+
+    Attributes:
+        num_steps: optimizer steps of the whole run, resumed parts included.
+        global_batch_size: rows a step, over all ranks.
+        learning_rate: at its peak, after the warm-up.
+        warmup_steps: steps over which the learning rate rises from near 0.
+        final_learning_rate_fraction: what a half cosine leaves of the peak at the last step.
+        weight_decay: AdamW's (arXiv 1711.05101), on weights with two or more dimensions.
+        betas: AdamW's.
+        clip_norm: most norm of the whole gradient; infinity leaves it as it is.
+        seed: of the random generators; each rank draws its own numbers.
+        eval_every: steps between passes over the validation split; None never evaluates.
+        checkpoint: where and how often to save; None never saves.
+        loss_fn: mean loss of a rank's rows.
+    """
+
+    num_steps: int
+    global_batch_size: int = 16
+    learning_rate: float = 3e-3
+    warmup_steps: int = 20
+    final_learning_rate_fraction: float = 0.1
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: float = 1.0
+    seed: int = 0
+    eval_every: int | None = None
+    checkpoint: CheckpointConfig | None = None
+    loss_fn: LossFn = next_token_loss
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "global_batch_size", "learning_rate", "clip_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} is not above 0; set {name} > 0")
+        for name in ("warmup_steps", "weight_decay", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} is below 0; set {name} >= 0")
+        if self.eval_every is not None and self.eval_every < 1:
+            raise ValueError(
+                f"eval_every={self.eval_every} is below 1; set eval_every=None never to evaluate"
+            )
+
+    def learning_rate_at(self, step: int) -> float:
+        """Return the learning rate of the update that follows `step` finished ones."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / (self.warmup_steps + 1)
+        span = max(self.num_steps - self.warmup_steps, 1)
+        progress = min((step - self.warmup_steps) / span, 1.0)
+        low = self.final_learning_rate_fraction
+        return self.learning_rate * (low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the fields as JSON values, for a manifest; functions by name."""
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        plain["loss_fn"] = getattr(self.loss_fn, "__qualname__", repr(self.loss_fn))
+        if self.checkpoint is not None:
+            plain["checkpoint"] = {
+                "directory": str(self.checkpoint.directory),
+                "every_steps": self.checkpoint.every_steps,
+                "keep_last": self.checkpoint.keep_last,
+            }
+        return plain

@@ -1,0 +1,165 @@
+"""What stands in a checkpoint directory, and which directories are complete (ranks).
+
+A checkpoint is a directory `step-00000120`. It is written under another name, its manifest last,
+and renamed once: a name that `latest` finds is complete, whenever the writers were killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nbdist.errors import CheckpointError
+
+__all__ = [
+    "Manifest",
+    "latest",
+    "list_checkpoints",
+    "prune",
+    "publish",
+    "read_manifest",
+    "some",
+    "write_text",
+]
+
+_MANIFEST = "manifest.json"
+_SHOWN = 8  # names that an error lists before it counts the rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says of itself, in `manifest.json`.
+
+    Attributes:
+        step: optimizer steps done.
+        world_size: ranks that wrote it.
+        mesh: ranks on each axis.
+        loss: of its last step.
+        seconds: wall-clock time of the save, since 1970.
+        config: how the run was configured.
+        files: size in bytes of every other file.
+    """
+
+    step: int
+    world_size: int
+    mesh: dict[str, int]
+    torch_version: str
+    loss: float | None
+    seconds: float
+    config: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+
+
+def list_checkpoints(directory: str | Path) -> list[Path]:
+    """Return the complete checkpoints of a directory, the oldest step first."""
+    found = [path for path in Path(directory).glob("step-*") if path.name[5:].isdigit()]
+    return sorted(
+        (path for path in found if (path / _MANIFEST).is_file()),
+        key=lambda path: int(path.name[5:]),
+    )
+
+
+def latest(directory: str | Path) -> Path:
+    """Return the complete checkpoint with the highest step.
+
+    Raises:
+        CheckpointError: there is none; the text says what the directory holds instead.
+    """
+    if complete := list_checkpoints(directory):
+        return complete[-1]
+    if not Path(directory).is_dir():
+        found = "that directory does not exist"
+    else:
+        partial = sorted(path.name for path in Path(directory).glob("step-*"))
+        found = f"only unfinished ones: {some(partial)}" if partial else "the directory is empty"
+    raise CheckpointError(
+        f"no complete checkpoint in {Path(directory).resolve()}: {found}; train with "
+        "CheckpointConfig(directory=...) first, or name the directory of an earlier run"
+    )
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """Return the manifest of a checkpoint after checking that its files are all there.
+
+    Raises:
+        CheckpointError: it is missing, unreadable, or a file is missing or short.
+    """
+    path = Path(path)
+    try:
+        manifest = Manifest(**json.loads((path / _MANIFEST).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is no complete checkpoint: its {_MANIFEST} cannot be read ({error}); use "
+            "a path that list_checkpoints(directory) returns"
+        ) from error
+    wrong = [
+        f"{name} ({_size(path / name)} of {size} bytes)"
+        for name, size in manifest.files.items()
+        if _size(path / name) != size
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{path} is damaged: {some(wrong)}; load an earlier one from "
+            "list_checkpoints(directory)"
+        )
+    return manifest
+
+
+def publish(
+    partial: Path, final: Path, manifest: Manifest, *, keep_last: int | None = None
+) -> None:
+    """Add the manifest and the sizes of all files, rename, then prune; on one rank."""
+    sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+    described = asdict(manifest) | {"files": sizes}
+    write_text(partial / _MANIFEST, json.dumps(described, indent=1))
+    _sync_directory(partial)
+    if final.exists():  # this step was saved before; a directory cannot be renamed over another
+        aside = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
+        final.rename(aside)
+        partial.rename(final)
+        shutil.rmtree(aside)
+    else:
+        partial.rename(final)
+    _sync_directory(final.parent)
+    if keep_last is not None:
+        prune(final.parent, keep_last)
+
+
+def prune(directory: Path, keep_last: int) -> None:
+    """Delete all but the newest checkpoints, and what killed saves have left; on one rank."""
+    for leftover in directory.glob("step-*.tmp-*"):
+        shutil.rmtree(leftover)
+    for old in list_checkpoints(directory)[:-keep_last]:
+        # renamed first: a kill during the deletion must not leave a complete-looking name
+        shutil.rmtree(old.rename(old.with_name(f"{old.name}.tmp-old")))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file through to the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
+
+
+def some(names: list[str]) -> str:
+    """Return at most eight names, and the number of the others."""
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
