@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 HANDWRITTEN = HERE / "train_handwritten.py"
 WANTED = 0.98
+REST_SECONDS = 3
 WARM_STEPS = 5  # not counted: allocations, and the first exchange of every pair of ranks
 
 CELL = """
@@ -70,10 +72,16 @@ def measure(args: argparse.Namespace, run_cell: Callable[[str], list[float]]) ->
     """Run both in turns; return a round's {name: (median, fastest tenth)} tokens per second."""
     rounds = []
     for number in range(args.rounds):
-        steps = {
-            "handwritten": torchrun(HANDWRITTEN, args.ranks, args.steps, args.batch),
-            "nbdist": run_cell(CELL.format(num_steps=args.steps, batch=args.batch)),
+        ways = {
+            "handwritten": lambda: torchrun(HANDWRITTEN, args.ranks, args.steps, args.batch),
+            "nbdist": lambda: run_cell(CELL.format(num_steps=args.steps, batch=args.batch)),
         }
+        # The order turns round by round, and the machine rests as long before either.
+        order = list(ways) if number % 2 else list(reversed(ways))
+        steps = {}
+        for name in order:
+            time.sleep(REST_SECONDS)
+            steps[name] = ways[name]()
         rounds.append(
             {
                 name: (statistics.median(found), statistics.quantiles(found, n=10)[-1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -115,6 +116,9 @@ class Rank:
         self.device = bind_device(self.place.local_rank)
         self.group = Group(self.place.rank, self.place.world_size, self.device.name)
         self.namespace.set_place(self.place, self.device.name)
+        # What is loaded by now stays: the collector need not look at it again in every step.
+        gc.collect()
+        gc.freeze()
 
     def _tell_status(self, message: Message) -> None:
         assert isinstance(message, StatusQuery | JoinGroup), message
