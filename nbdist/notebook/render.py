@@ -42,7 +42,7 @@ class CellView:
         self._held: list[tuple[tuple[int, ...], Piece]] = []
         self._partial: dict[tuple[int, str], str] = {}
         self._changed_at: dict[tuple[int, str], float] = {}
-        self._open = ""
+        self._open = {"stdout": "", "stderr": ""}
         self._num_chars = 0
 
     def take(self, event: Message | None) -> None:
@@ -63,7 +63,7 @@ class CellView:
         for rank, _ in list(self._partial):
             self._end_lines(rank)
         self._folder.release(everything=True)
-        self._close_line()
+        self._close_lines()
         if failed and self._quiet:
             self._quiet = False
             for ranks, piece in self._held:
@@ -108,7 +108,7 @@ class CellView:
             return
         label = f"[{span(ranks)}]"
         if piece.stream == "display":
-            self._close_line()
+            self._close_lines()
             content = dict(piece.content)
             self._publish(content.pop("action"), content, label)
         else:
@@ -130,18 +130,19 @@ class CellView:
         self._num_chars += len(text) + 1
         if self._num_chars > MAX_CHARS:
             text, end = "... the rest is in the ranks' logs: `%distributed logs -r 0`", "\n"
-        if self._open:
+        if self._open[stream]:
             # Overwrite the unfinished line that stands there, with spaces where it was longer.
-            text = "\r" + text.ljust(len(self._open))
-        self._open = "" if end else text.strip("\r")
+            text = "\r" + text.ljust(len(self._open[stream]))
+        self._open[stream] = "" if end else text.strip("\r")
         target.write(text + end)
         if not end:
             target.flush()
 
-    def _close_line(self) -> None:
-        if self._open:
-            self._open = ""
-            sys.stdout.write("\n")
+    def _close_lines(self) -> None:
+        for stream, text in self._open.items():
+            if text:
+                self._open[stream] = ""
+                getattr(sys, stream).write("\n")
 
 
 def _last_state(line: str, keep: str = "") -> str:
