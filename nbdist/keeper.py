@@ -51,13 +51,10 @@ def watch(owner: int) -> None:
     state: dict[str, object] = {"processes": [], "directory": "", "keep": False}
     poller = select.poll()
     poller.register(0, select.POLLIN)
-    try:
+    pidfd = -1
+    with contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(owner)
         poller.register(pidfd, select.POLLIN)
-    except ProcessLookupError:
-        # It is dead already: what it wrote before says what to clean.
-        state.update(json.loads(sys.stdin.readlines()[-1]))
-        return _clean(state)
     pending = b""
     while True:
         for fd, _ in poller.poll(1000):
@@ -70,6 +67,9 @@ def watch(owner: int) -> None:
                 state.update(json.loads(lines[-1]) if lines else {})
             else:
                 poller.unregister(0)
+            if pidfd < 0 and state["processes"] and not state["keep"]:
+                # The owner had died before it could be watched.
+                return _clean(state)
         processes: list[list[float]] = state["processes"]  # type: ignore[assignment]
         if processes and not any(is_alive(int(p), s) for p, s in processes):
             return _clean(state)
