@@ -65,8 +65,10 @@ def watch(owner: int) -> None:
             elif data := os.read(0, 65536):
                 *lines, pending = (pending + data).split(b"\n")
                 state.update(json.loads(lines[-1]) if lines else {})
-            else:
+            elif state["processes"]:
                 poller.unregister(0)
+            else:
+                return None
             if pidfd < 0 and state["processes"] and not state["keep"]:
                 # The owner had died before it could be watched.
                 return _clean(state)
