@@ -72,13 +72,24 @@ def watch(owner: int) -> None:
             if pidfd < 0 and state["processes"] and not state["keep"]:
                 # The owner had died before it could be watched.
                 return _clean(state)
-        processes: list[list[float]] = state["processes"]  # type: ignore[assignment]
+        processes = _processes(state)
         if processes and not any(is_alive(int(p), s) for p, s in processes):
             return _clean(state)
 
 
+def _processes(state: dict[str, object]) -> list[list[float]]:
+    """Return what to end: what the owner has told, and launchers that any client added later."""
+    told: list[list[float]] = state["processes"]  # type: ignore[assignment]
+    try:
+        with open(f"{state['directory']}/world.json", encoding="ascii") as file:  # noqa: PTH123
+            added = json.load(file)["processes"]
+    except OSError:
+        added = []
+    return [*told, *(entry for entry in added if entry not in told)]
+
+
 def _clean(state: dict[str, object]) -> None:
-    end(state["processes"])  # type: ignore[arg-type]
+    end(_processes(state))
     if state["directory"]:
         shutil.rmtree(str(state["directory"]), ignore_errors=True)
 

@@ -32,6 +32,7 @@ class Objects:
         self._engine_ids = engine_ids
         self._client: Any = None
         self._lock = threading.Lock()
+        self._pushed: dict[int, dict[str, Any]] = {}
 
     def apply(
         self, fn: Callable[..., Any], args: tuple[Any, ...], ranks: Sequence[int]
@@ -40,8 +41,16 @@ class Objects:
         return self._results(self._view(ranks).apply_async(fn, *args), ranks)
 
     def push(self, names: dict[str, Any], ranks: Sequence[int]) -> None:
-        """Set names on ranks."""
+        """Set names on ranks; the values are remembered by reference, for `push_again`."""
         self._results(self._view(ranks).push(names, block=False), ranks)
+        for rank in ranks:
+            self._pushed.setdefault(rank, {}).update(names)
+
+    def push_again(self, rank: int) -> list[str]:
+        """Set on a new process of a rank what was pushed to the old one; return the names."""
+        if names := self._pushed.get(rank, {}):
+            self.push(names, [rank])
+        return sorted(names)
 
     def pull(self, name: str, ranks: Sequence[int]) -> dict[int, object]:
         """Return the value of a name by rank."""
