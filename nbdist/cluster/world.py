@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nbdist.cluster import objects, starting
+from nbdist.cluster import names, objects, starting
 from nbdist.cluster.cell import CellResult, CellRun
 from nbdist.cluster.config import WorldConfig
 from nbdist.cluster.launch import Processes, end_world
@@ -180,11 +180,11 @@ class World:
         self._check_alive(chosen)
         return self._objects.apply(fn, args, chosen)
 
-    def push(self, ranks: Sequence[int] | str | None = None, **names: Any) -> None:
+    def push(self, ranks: Sequence[int] | str | None = None, **values: Any) -> None:
         """Set names in the ranks' namespace to copies of these values."""
         chosen = check_ranks(ranks, self.num_ranks)
         self._check_alive(chosen)
-        self._objects.push(names, chosen)
+        self._objects.push(values, chosen)
 
     def pull(self, name: str, ranks: Sequence[int] | str | None = None) -> dict[int, object]:
         """Return copies of the ranks' values of a name, by rank.
@@ -195,6 +195,11 @@ class World:
         chosen = check_ranks(ranks, self.num_ranks)
         self._check_alive(chosen)
         return self._objects.pull(name, chosen)
+
+    def who(self, pattern: str | None = None) -> names.NamesTable:
+        """List the names on the ranks that match a pattern such as `x*`; never collective."""
+        self._check_alive([])
+        return names.list_names(self, range(self.num_ranks), pattern or "")
 
     def status(self) -> list[RankInfo]:
         """Ask every living rank who it is and what it runs; answers while cells run."""
