@@ -77,8 +77,9 @@ def watch(owner: int) -> None:
 
 def _clean(state: dict[str, object]) -> None:
     end(state["processes"])  # type: ignore[arg-type]
-    if state["directory"]:
-        shutil.rmtree(str(state["directory"]), ignore_errors=True)
+    for name in ("directory", "memory_directory"):
+        if state.get(name):
+            shutil.rmtree(str(state[name]), ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 from dataclasses import asdict, dataclass, field
@@ -27,6 +28,7 @@ class WorldRecord:
     Attributes:
         processes: `[pid, start ticks]` of the controller and of the MPI launcher.
         owner: `[pid, start ticks]` of the client that started the world.
+        memory_directory: a private directory on a memory file system; empty without one.
     """
 
     world_id: str
@@ -36,10 +38,17 @@ class WorldRecord:
     owner: list[float] = field(default_factory=list)
     keep: bool = False
     started_at: float = 0.0
+    memory_directory: str = ""
 
     def save(self) -> None:
         """Write the record into the world's directory."""
         write_json(Path(self.directory) / "world.json", asdict(self))
+
+    def remove_files(self) -> None:
+        """Remove everything that the world has on disk and in memory file systems."""
+        for directory in (self.directory, self.memory_directory):
+            if directory:
+                shutil.rmtree(directory, ignore_errors=True)
 
     @property
     def is_alive(self) -> bool:
@@ -76,6 +85,16 @@ def create() -> tuple[str, Path]:
     for name in ("logs", "ranks", "profile"):
         (directory / name).mkdir(mode=0o700)
     return world_id, directory
+
+
+def create_in_memory(world_id: str) -> str:
+    """Make a world's directory on the memory file system; return an empty text without one."""
+    path = Path("/dev/shm") / f"nbdist-{os.getuid()}-{world_id}"  # noqa: S108 - made private
+    try:
+        path.mkdir(mode=0o700)
+    except OSError:
+        return ""
+    return str(path)
 
 
 def write_json(path: Path, value: object) -> None:

@@ -40,7 +40,7 @@ class World:
         self._group_broken = False
         self._running: str = ""
         self._lock = threading.Lock()
-        self._objects = objects.Objects(Path(record.directory), self._engine_ids)
+        self._objects = objects.Objects(record, lambda: self.infos)
         self.is_running = True
 
     @classmethod
@@ -244,9 +244,6 @@ class World:
             self._link, self.record, self._generation, WorldConfig().collective_timeout_seconds
         )
         self._group_broken = False
-
-    def _engine_ids(self) -> dict[int, int]:
-        return {info.rank: info.engine_id for info in self.infos}
 
     def _check_alive(self, ranks: Sequence[int]) -> None:
         if not self.is_running:
