@@ -22,7 +22,7 @@ from nbdist.errors import NbdistError
 
 __all__ = ["LARGE_BYTES", "pack", "unpack", "set_names", "pack_name"]
 
-LARGE_BYTES = 1 << 20
+LARGE_BYTES = 1 << 16  # a model is many tensors of this size
 SPARE_BYTES = 64 << 20  # left free on a memory file system
 MAX_CALL_BYTES = 1 << 30  # Linux moves at most 2 GiB in a call
 

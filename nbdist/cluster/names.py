@@ -1,4 +1,4 @@
-"""Asks ranks about their names, and the answer as one table (client)."""
+"""Asks ranks about their names (client)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import queue
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nbdist.cluster.names_table import NamesTable
 from nbdist.errors import RankLostError
 from nbdist.messages import (
     CompleteQuery,
@@ -22,44 +22,9 @@ from nbdist.messages import (
 if TYPE_CHECKING:
     from nbdist.serve.ports import RanksPort
 
-__all__ = ["NamesTable", "ask_names", "list_names"]
+__all__ = ["ask_names", "list_names"]
 
 LIST_SECONDS = 10.0  # sums of large tensors take a while
-
-
-@dataclass(frozen=True, slots=True)
-class NamesTable:
-    """The names that the user has made on the ranks.
-
-    Attributes:
-        rows: what each rank says of a name, `{name: {rank: row}}`.
-        ranks: that have answered.
-        busy: ranks that run a cell, by rank the cell's id; nothing is known of their names.
-        silent: ranks that are gone or did not answer.
-    """
-
-    rows: dict[str, dict[int, NameRow]] = field(default_factory=dict)
-    ranks: tuple[int, ...] = ()
-    busy: dict[int, str] = field(default_factory=dict)
-    silent: tuple[int, ...] = ()
-
-    def differs(self, name: str) -> bool | None:
-        """Return whether ranks hold different values; None when they were not compared.
-
-        A name that some of the ranks lack differs.
-        """
-        found = self.rows[name]
-        rows = list(found.values())
-        facts = {(row.type_name, row.dtype, row.placements) for row in rows}
-        if len(rows) < len(self.ranks) or len(facts) > 1:
-            return True
-        if len(rows) < 2 or any(not row.digest for row in rows):
-            return None
-        return len({row.digest for row in rows}) > 1
-
-    def is_sampled(self, name: str) -> bool:
-        """Return whether the comparison covers only a sample and the sum."""
-        return any(row.is_sampled for row in self.rows[name].values())
 
 
 def list_names(world: RanksPort, ranks: Sequence[int], pattern: str = "") -> NamesTable:

@@ -16,6 +16,7 @@ from nbdist.cluster.cell import CellResult, CellRun
 from nbdist.cluster.config import WorldConfig
 from nbdist.cluster.launch import Processes, end_world
 from nbdist.cluster.link import WorldLink
+from nbdist.cluster.names_table import NamesTable
 from nbdist.cluster.source import check_ranks, check_source
 from nbdist.errors import NoWorldError, RankLostError
 from nbdist.messages import Interrupt, Message, RankInfo, RunCell, Shutdown, StatusQuery
@@ -196,7 +197,7 @@ class World:
         self._check_alive(chosen)
         return self._objects.pull(name, chosen)
 
-    def who(self, pattern: str | None = None) -> names.NamesTable:
+    def who(self, pattern: str | None = None) -> NamesTable:
         """List the names on the ranks that match a pattern such as `x*`; never collective."""
         self._check_alive([])
         return names.list_names(self, range(self.num_ranks), pattern or "")

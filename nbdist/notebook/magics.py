@@ -18,7 +18,6 @@ from nbdist.messages import Message
 from nbdist.notebook.arguments import COMMANDS, cell_parser, line_parser, parse
 from nbdist.notebook.auto import AutoMode
 from nbdist.notebook.complete import RankNames
-from nbdist.notebook.inspect import bundle_of
 from nbdist.notebook.render import CellView
 from nbdist.notebook.session import current_world, set_world
 from nbdist.notebook.tables import StageDisplay, say, show, show_status
@@ -154,7 +153,7 @@ class DistributedMagics(Magics):
         self._ip.user_ns[target] = current_world().pull(arguments.name, arguments.ranks)
 
     def _who(self, arguments: argparse.Namespace) -> None:
-        show(self._ip, bundle_of(current_world().who(arguments.pattern)))
+        show(self._ip, current_world().who(arguments.pattern).bundle())
 
     def _logs(self, arguments: argparse.Namespace) -> None:
         world = current_world()

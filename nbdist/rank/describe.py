@@ -30,7 +30,16 @@ class _NotComparedError(Exception):
 
 
 def describe(name: str, value: Any) -> NameRow:
-    """Return the row of a name."""
+    """Return the row of a name; of a value that cannot be looked at, name and type only."""
+    try:
+        return _describe(name, value)
+    except Exception:
+        # Attributes of a user's class may raise anything.
+        log.debug("%s cannot be described", name, exc_info=True)
+        return NameRow(name=name, type_name=type(value).__name__)
+
+
+def _describe(name: str, value: Any) -> NameRow:
     if is_tensor(value) or _is_array(value):
         return _describe_data(name, value)
     row: dict[str, Any] = {"name": name, "type_name": type(value).__name__}
@@ -47,7 +56,13 @@ def describe(name: str, value: Any) -> NameRow:
         log.debug("%s cannot be compared", name, exc_info=True)
         return NameRow(**row)
     shape = f"{len(value)} items" if isinstance(value, list | tuple | dict | set) else ""
-    return NameRow(**row, shape=shape, digest=digest.text(), is_sampled=digest.is_sampled)
+    return NameRow(
+        **row,
+        shape=shape,
+        num_bytes=digest.num_bytes,
+        digest=digest.text(),
+        is_sampled=digest.is_sampled,
+    )
 
 
 def is_tensor(value: Any) -> bool:
@@ -122,12 +137,14 @@ def _module_facts(module: Any) -> dict[str, Any]:
 class Digest:
     """A hash of a value that is the same in every process.
 
-    Large tensors and arrays add a sample and their sum; `is_sampled` says so.
+    Large tensors and arrays add a sample and their sum; `is_sampled` says so. `num_bytes` counts
+    the data of all tensors and arrays.
     """
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=8)
         self._num_items = 0
+        self.num_bytes = 0
         self.is_sampled = False
 
     def text(self) -> str:
@@ -162,6 +179,7 @@ class Digest:
 
     def add_data(self, data: Any) -> None:
         """Add a tensor or an array; a large one by a sample and its sum."""
+        self.num_bytes += int(data.nbytes)
         self._hash.update(f"{tuple(data.shape)}{data.dtype}".encode())
         if data.nbytes <= WHOLE_BYTES:
             self._hash.update(_bytes_of(data))

@@ -217,5 +217,8 @@ def test_who_in_a_notebook_is_a_table(named):
     assert lines[1] == ["who_a", "0-1", "Tensor", "(2,", "2)", "float32", "cpu", "16", "B", "no"]
     assert lines[2] == ["who_b", "0-1", "int", "yes"]
     assert "<td style='text-align:left'>who_a</td>" in shown["text/html"]
+    shown = named.run("import nbdist; nbdist.current_world().who('who_b')").displays[0]
+    assert {"text/plain", "text/html"} <= set(shown)
+    assert shown["text/plain"].splitlines()[1].split() == lines[2]
     nothing = named.run("%distributed who no_such*").displays[0]["text/plain"]
     assert nothing == "rank 0-1: no such names"

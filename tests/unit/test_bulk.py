@@ -12,7 +12,7 @@ import torch
 from nbdist import bulk
 from nbdist.errors import NbdistError
 
-BIG = bulk.LARGE_BYTES
+BIG = 1 << 20
 
 
 def there_and_back(value, directory):

@@ -1,40 +1,87 @@
-"""The names on the ranks as a table: `%distributed who` (client)."""
+"""The names on the ranks as a table, in a notebook and in print (client)."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from nbdist.cluster.names import NamesTable
 from nbdist.messages import NameRow
 
-__all__ = ["bundle_of", "rows_of", "notes_of"]
+__all__ = ["NamesTable"]
 
 HEADINGS = ("name", "ranks", "type", "shape", "dtype", "device", "size", "differs")
 
 
-def bundle_of(table: NamesTable) -> dict[str, str]:
-    """Return the mime bundle of a table of names, as text and as HTML."""
-    rows, notes = rows_of(table), notes_of(table)
+@dataclass(frozen=True, slots=True)
+class NamesTable:
+    """The names that the user has made on the ranks.
+
+    Attributes:
+        rows: what each rank says of a name, `{name: {rank: row}}`.
+        ranks: that have answered.
+        busy: ranks that run a cell, by rank the cell's id; nothing is known of their names.
+        silent: ranks that are gone or did not answer.
+    """
+
+    rows: dict[str, dict[int, NameRow]] = field(default_factory=dict)
+    ranks: tuple[int, ...] = ()
+    busy: dict[int, str] = field(default_factory=dict)
+    silent: tuple[int, ...] = ()
+
+    def differs(self, name: str) -> bool | None:
+        """Return whether ranks hold different values; None when they were not compared.
+
+        A name that some of the ranks lack differs.
+        """
+        found = self.rows[name]
+        rows = list(found.values())
+        facts = {(row.type_name, row.dtype, row.placements) for row in rows}
+        if len(rows) < len(self.ranks) or len(facts) > 1:
+            return True
+        if len(rows) < 2 or any(not row.digest for row in rows):
+            return None
+        return len({row.digest for row in rows}) > 1
+
+    def is_sampled(self, name: str) -> bool:
+        """Return whether the comparison covers only a sample and the sum."""
+        return any(row.is_sampled for row in self.rows[name].values())
+
+    def bundle(self) -> dict[str, str]:
+        """Return the table as text and as HTML, by mime type."""
+        rows, notes = _rows(self), _notes(self)
+        shown = _html(rows) if rows else ""
+        return {
+            "text/plain": "\n".join([*(_text(rows) if rows else []), *notes]),
+            "text/html": shown + "".join(f"<div>{html.escape(note)}</div>" for note in notes),
+        }
+
+    def _repr_mimebundle_(self, **_wanted: object) -> dict[str, str]:
+        return self.bundle()
+
+    def __str__(self) -> str:
+        return self.bundle()["text/plain"]
+
+
+def _text(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in [HEADINGS, *rows]) for i in range(len(HEADINGS))]
-    lines = [
+    return [
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in ([HEADINGS, *rows] if rows else [])
+        for row in [HEADINGS, *rows]
     ]
+
+
+def _html(rows: list[tuple[str, ...]]) -> str:
     style = "style='text-align:left'"
     head = "".join(f"<th {style}>{name}</th>" for name in HEADINGS)
     body = "".join(
         "<tr>" + "".join(f"<td {style}>{html.escape(text)}</td>" for text in row) + "</tr>"
         for row in rows
     )
-    shown = f"<table><tr>{head}</tr>{body}</table>" if rows else ""
-    return {
-        "text/plain": "\n".join([*lines, *notes]),
-        "text/html": shown + "".join(f"<div>{html.escape(note)}</div>" for note in notes),
-    }
+    return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def rows_of(table: NamesTable) -> list[tuple[str, ...]]:
+def _rows(table: NamesTable) -> list[tuple[str, ...]]:
     """Return the cells of the table, a row a name; what differs is given rank by rank."""
     return [
         (
@@ -51,7 +98,7 @@ def rows_of(table: NamesTable) -> list[tuple[str, ...]]:
     ]
 
 
-def notes_of(table: NamesTable) -> list[str]:
+def _notes(table: NamesTable) -> list[str]:
     """Return lines that say what the table does not show."""
     notes = []
     if table.ranks and not table.rows:
