@@ -51,28 +51,28 @@ def watch(owner: int) -> None:
     state: dict[str, object] = {"processes": [], "directory": "", "keep": False}
     poller = select.poll()
     poller.register(0, select.POLLIN)
+    is_gone = False
     pidfd = -1
-    with contextlib.suppress(ProcessLookupError):
+    try:
         pidfd = os.pidfd_open(owner)
         poller.register(pidfd, select.POLLIN)
+    except ProcessLookupError:
+        is_gone = True
     pending = b""
     while True:
         for fd, _ in poller.poll(1000):
             if fd == pidfd:
                 poller.unregister(pidfd)
-                if not state["keep"]:
-                    return _clean(state)
+                is_gone = True
             elif data := os.read(0, 65536):
                 *lines, pending = (pending + data).split(b"\n")
                 state.update(json.loads(lines[-1]) if lines else {})
-            elif state["processes"]:
-                poller.unregister(0)
             else:
-                return None
-            if pidfd < 0 and state["processes"] and not state["keep"]:
-                # The owner had died before it could be watched.
-                return _clean(state)
+                poller.unregister(0)
         processes = _processes(state)
+        # What the owner wrote before it died has been read by now.
+        if is_gone and (not state["keep"] or not processes):
+            return _clean(state)
         if processes and not any(is_alive(int(p), s) for p, s in processes):
             return _clean(state)
 
@@ -90,8 +90,9 @@ def _processes(state: dict[str, object]) -> list[list[float]]:
 
 def _clean(state: dict[str, object]) -> None:
     end(_processes(state))
-    if state["directory"]:
-        shutil.rmtree(str(state["directory"]), ignore_errors=True)
+    for name in ("directory", "memory_directory"):
+        if state.get(name):
+            shutil.rmtree(str(state[name]), ignore_errors=True)
 
 
 if __name__ == "__main__":

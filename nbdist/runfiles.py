@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 from dataclasses import asdict, dataclass, field
@@ -30,6 +31,7 @@ class WorldRecord:
         controller: the controller's entry of `processes`.
         owner: `[pid, start ticks]` of the client that started the world.
         settings: what a launcher of a rank that replaces another is started with.
+        memory_directory: a private directory on a memory file system; empty without one.
     """
 
     world_id: str
@@ -41,10 +43,17 @@ class WorldRecord:
     keep: bool = False
     started_at: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
+    memory_directory: str = ""
 
     def save(self) -> None:
         """Write the record into the world's directory."""
         write_json(Path(self.directory) / "world.json", asdict(self))
+
+    def remove_files(self) -> None:
+        """Remove everything that the world has on disk and in memory file systems."""
+        for directory in (self.directory, self.memory_directory):
+            if directory:
+                shutil.rmtree(directory, ignore_errors=True)
 
     @property
     def is_alive(self) -> bool:
@@ -88,6 +97,16 @@ def create() -> tuple[str, Path]:
     for name in ("logs", "ranks", "profile"):
         (directory / name).mkdir(mode=0o700)
     return world_id, directory
+
+
+def create_in_memory(world_id: str) -> str:
+    """Make a world's directory on the memory file system; return an empty text without one."""
+    path = Path("/dev/shm") / f"nbdist-{os.getuid()}-{world_id}"  # noqa: S108 - made private
+    try:
+        path.mkdir(mode=0o700)
+    except OSError:
+        return ""
+    return str(path)
 
 
 def write_json(path: Path, value: object) -> None:

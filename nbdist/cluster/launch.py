@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -73,6 +72,7 @@ class Processes:
             owner=[owner, keeper.start_ticks(owner)],
             keep=config.keep,
             started_at=time.time(),
+            memory_directory=runfiles.create_in_memory(world_id),
             settings={
                 "mpi_command": launcher.command,
                 "threads_per_rank": config.threads_per_rank,
@@ -157,6 +157,7 @@ class Processes:
         state = {
             "processes": self.record.processes,
             "directory": self.record.directory,
+            "memory_directory": self.record.memory_directory,
             "keep": self.record.keep,
         }
         self._keeper.stdin.write(json.dumps(state).encode("ascii") + b"\n")
@@ -230,7 +231,7 @@ class Processes:
             self._keeper.wait(5)
             if self._keeper.stdin is not None:
                 self._keeper.stdin.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self.record.remove_files()
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,4 +256,4 @@ def end_world(record: WorldRecord) -> None:
     for pid, started in record.processes:
         if keeper.is_alive(int(pid), started):
             os.kill(int(pid), signal.SIGKILL)
-    shutil.rmtree(record.directory, ignore_errors=True)
+    record.remove_files()

@@ -12,7 +12,11 @@ from typing import Any
 
 import traitlets.log
 
+from nbdist import bulk
+from nbdist.cluster.bulk import is_on_one_host, transfer_directories
 from nbdist.errors import NbdistError, RemoteCellError
+from nbdist.messages import RankInfo
+from nbdist.runfiles import WorldRecord
 
 __all__ = ["Objects"]
 
@@ -23,13 +27,14 @@ class Objects:
     """An ipyparallel client, connected when first needed.
 
     Args:
-        directory: of the world; its profile holds the connection file.
-        engine_ids: returns `{rank: engine id}`.
+        record: of the world; the profile in its directory holds the connection file.
+        infos: returns who the ranks are.
     """
 
-    def __init__(self, directory: Path, engine_ids: Callable[[], dict[int, int]]) -> None:
-        self._file = directory / "profile" / "security" / "ipcontroller-client.json"
-        self._engine_ids = engine_ids
+    def __init__(self, record: WorldRecord, infos: Callable[[], list[RankInfo]]) -> None:
+        self._record = record
+        self._file = Path(record.directory, "profile", "security", "ipcontroller-client.json")
+        self._infos = infos
         self._client: Any = None
         self._lock = threading.Lock()
         self._pushed: dict[int, dict[str, Any]] = {}
@@ -40,11 +45,19 @@ class Objects:
         """Call a function on ranks; results in rank order."""
         return self._results(self._view(ranks).apply_async(fn, *args), ranks)
 
-    def push(self, names: dict[str, Any], ranks: Sequence[int]) -> None:
-        """Set names on ranks; the values are remembered by reference, for `push_again`."""
-        self._results(self._view(ranks).push(names, block=False), ranks)
+    def push(self, values: dict[str, Any], ranks: Sequence[int]) -> None:
+        """Set names on ranks; large tensors and arrays go through one file.
+
+        The values are remembered by reference, for `push_again`.
+        """
+        if not is_on_one_host(self._infos()):
+            self._results(self._view(ranks).push(values, block=False), ranks)
+        else:
+            with transfer_directories(self._record) as directories:
+                stream, path = bulk.pack(values, directories, "client")
+                self.apply(bulk.set_names, (stream, path), ranks)
         for rank in ranks:
-            self._pushed.setdefault(rank, {}).update(names)
+            self._pushed.setdefault(rank, {}).update(values)
 
     def push_again(self, rank: int) -> list[str]:
         """Set on a new process of a rank what was pushed to the old one; return the names."""
@@ -53,15 +66,27 @@ class Objects:
         return sorted(names)
 
     def pull(self, name: str, ranks: Sequence[int]) -> dict[int, object]:
-        """Return the value of a name by rank."""
-        values = self._results(self._view(ranks).pull(name, block=False), ranks)
-        return dict(zip(ranks, values, strict=True))
+        """Return the value of a name by rank; large tensors and arrays go through files."""
+        if not is_on_one_host(self._infos()):
+            values = self._results(self._view(ranks).pull(name, block=False), ranks)
+            return dict(zip(ranks, values, strict=True))
+        pulled: dict[int, object] = {}
+        with transfer_directories(self._record) as directories:
+            packed = self.apply(bulk.pack_name, (name, directories, "rank"), ranks)
+            for rank, (stream, path) in zip(ranks, packed, strict=True):
+                pulled[rank] = bulk.unpack(bytes(stream), path, on_rank=False)
+                if path:
+                    Path(path).unlink()
+        return pulled
 
     def close(self) -> None:
         """Disconnect."""
         if self._client is not None:
             self._client.close()
             self._client = None
+
+    def _engine_ids(self) -> dict[int, int]:
+        return {info.rank: info.engine_id for info in self._infos()}
 
     def _view(self, ranks: Sequence[int]) -> Any:
         engine_ids = self._engine_ids()

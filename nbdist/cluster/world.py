@@ -11,13 +11,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nbdist.cluster import objects, starting
+from nbdist.cluster import names, objects, starting
 from nbdist.cluster.cell import CellResult, CellRun
 from nbdist.cluster.config import WorldConfig
 from nbdist.cluster.death import lost_error
 from nbdist.cluster.healing import Healing
 from nbdist.cluster.launch import Processes, end_world
 from nbdist.cluster.link import WorldLink
+from nbdist.cluster.names_table import NamesTable
 from nbdist.cluster.source import check_ranks, check_source
 from nbdist.errors import NoWorldError, RankLostError
 from nbdist.messages import Interrupt, Message, RankInfo, RunCell, Shutdown, StatusQuery
@@ -42,7 +43,7 @@ class World(Healing):
         self._group_broken = False
         self._running: str = ""
         self._lock = threading.Lock()
-        self._objects = objects.Objects(Path(record.directory), self._engine_ids)
+        self._objects = objects.Objects(record, lambda: self.infos)
         self.is_running = True
 
     @classmethod
@@ -183,11 +184,11 @@ class World(Healing):
         self._check_alive(chosen)
         return self._objects.apply(fn, args, chosen)
 
-    def push(self, ranks: Sequence[int] | str | None = None, **names: Any) -> None:
+    def push(self, ranks: Sequence[int] | str | None = None, **values: Any) -> None:
         """Set names in the ranks' namespace to copies of these values."""
         chosen = check_ranks(ranks, self.num_ranks)
         self._check_alive(chosen)
-        self._objects.push(names, chosen)
+        self._objects.push(values, chosen)
 
     def pull(self, name: str, ranks: Sequence[int] | str | None = None) -> dict[int, object]:
         """Return copies of the ranks' values of a name, by rank.
@@ -198,6 +199,11 @@ class World(Healing):
         chosen = check_ranks(ranks, self.num_ranks)
         self._check_alive(chosen)
         return self._objects.pull(name, chosen)
+
+    def who(self, pattern: str | None = None) -> NamesTable:
+        """List the names on the ranks that match a pattern such as `x*`; never collective."""
+        self._check_alive([])
+        return names.list_names(self, range(self.num_ranks), pattern or "")
 
     def status(self) -> list[RankInfo]:
         """Ask every living rank who it is and what it runs; answers while cells run."""
@@ -235,9 +241,6 @@ class World(Healing):
             self._processes.stop(patience_seconds=1.0)
         else:
             end_world(self.record)
-
-    def _engine_ids(self) -> dict[int, int]:
-        return {info.rank: info.engine_id for info in self.infos}
 
     def _check_alive(self, ranks: Sequence[int]) -> None:
         if not self.is_running:

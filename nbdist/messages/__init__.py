@@ -17,6 +17,13 @@ from nbdist.messages.link import (
     StatusQuery,
     Unhandled,
 )
+from nbdist.messages.names import (
+    CompleteQuery,
+    InspectQuery,
+    NameRow,
+    NamesAnswer,
+    NamesQuery,
+)
 from nbdist.messages.serving import (
     CancelRequest,
     GenerateRequest,
@@ -47,6 +54,11 @@ __all__ = [
     "RankDisplay",
     "RankError",
     "RankDone",
+    "CompleteQuery",
+    "InspectQuery",
+    "NamesQuery",
+    "NameRow",
+    "NamesAnswer",
     "Sampling",
     "ServeQuery",
     "ModelServed",

@@ -20,6 +20,7 @@ COMMANDS = {
     "interrupt": "stop the cell that runs on the ranks",
     "push": "copy names from this notebook to the ranks",
     "pull": "copy a name from the ranks to this notebook",
+    "who": "list the names on the ranks, and whether their values differ",
     "logs": "show what a rank has written, whole",
     "auto": "run every cell on the ranks, or stop doing so",
 }
@@ -94,6 +95,7 @@ def line_parser() -> argparse.ArgumentParser:
     made["pull"].add_argument(
         "--as", dest="target", metavar="NAME", help="the local name that gets {rank: value}"
     )
+    made["who"].add_argument("pattern", nargs="?", help="such as x*; default: all names")
     logs = made["logs"]
     logs.add_argument("--tail", type=int, default=0, metavar="N", help="only the last N lines")
     for name in ("restart", "push", "pull", "logs"):

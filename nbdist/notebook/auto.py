@@ -28,9 +28,14 @@ class AutoMode:
         head = lines[first].strip()
         if head == "%%local":
             return lines[first + 1 :]
-        if not self.is_on or head.startswith(STAYS_LOCAL):
+        if not self.runs_on_ranks(lines):
             return lines
         return ["%%distributed\n", *lines]
+
+    def runs_on_ranks(self, lines: list[str]) -> bool:
+        """Return whether auto mode sends a cell of these lines to the ranks."""
+        head = next((line.strip() for line in lines if line.strip()), "")
+        return self.is_on and bool(head) and not head.startswith(STAYS_LOCAL)
 
     def remove(self, shell: Any) -> None:
         """Take the transformer out of the shell."""

@@ -17,10 +17,11 @@ from nbdist.errors import CellInterrupted, CellSyntaxError, NbdistError
 from nbdist.messages import Message
 from nbdist.notebook.arguments import COMMANDS, cell_parser, line_parser, parse
 from nbdist.notebook.auto import AutoMode
+from nbdist.notebook.complete import RankNames
 from nbdist.notebook.healed import replace_ranks
 from nbdist.notebook.render import CellView
 from nbdist.notebook.session import current_world, set_world
-from nbdist.notebook.tables import StageDisplay, say, show_status
+from nbdist.notebook.tables import StageDisplay, say, show, show_status
 
 __all__ = ["DistributedMagics", "load", "unload"]
 
@@ -33,6 +34,7 @@ class DistributedMagics(Magics):
         super().__init__(shell=shell)
         self._ip = shell
         self.auto_mode = AutoMode(shell)
+        self.rank_names = RankNames(shell, self.auto_mode)
         self._cell_parser = cell_parser()
         self._line_parser = line_parser()
         self._defaults = self._cell_parser.parse_args([])
@@ -159,6 +161,9 @@ class DistributedMagics(Magics):
             )
         self._ip.user_ns[target] = current_world().pull(arguments.name, arguments.ranks)
 
+    def _who(self, arguments: argparse.Namespace) -> None:
+        show(self._ip, current_world().who(arguments.pattern).bundle())
+
     def _logs(self, arguments: argparse.Namespace) -> None:
         world = current_world()
         for rank in check_ranks(arguments.ranks, world.num_ranks):
@@ -206,6 +211,7 @@ def unload_magics(shell: Any) -> None:
     present = shell.magics_manager.registry.pop("DistributedMagics", None)
     if present is not None:
         present.auto_mode.remove(shell)
+        present.rank_names.remove()
 
 
 def unload(shell: Any) -> None:

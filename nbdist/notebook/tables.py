@@ -10,7 +10,7 @@ from typing import Any
 from nbdist.cluster.world import World
 from nbdist.messages import RankInfo
 
-__all__ = ["StageDisplay", "say", "show_status"]
+__all__ = ["StageDisplay", "say", "show", "show_status"]
 
 HEADINGS = ("rank", "host", "pid", "device", "memory", "state")
 
@@ -59,7 +59,7 @@ def say(text: str) -> None:
 def show_status(shell: Any, world: World) -> None:
     """Show who the ranks are and what they run."""
     infos = world.status()
-    _show(shell, _bundle(_title(world, infos), _rows(infos, world)))
+    show(shell, _bundle(_title(world, infos), _rows(infos, world)))
 
 
 def _title(world: World, infos: list[RankInfo]) -> str:
@@ -67,9 +67,8 @@ def _title(world: World, infos: list[RankInfo]) -> str:
     return f"world {world.world_id}: {world.num_ranks} ranks, process group {generation} verified"
 
 
-def _show(
-    shell: Any, bundle: dict[str, str], display_id: str = "", *, update: bool = False
-) -> None:
+def show(shell: Any, bundle: dict[str, str], display_id: str = "", *, update: bool = False) -> None:
+    """Show a mime bundle: in a notebook as it is, in a terminal its text."""
     if not hasattr(shell, "kernel"):
         # A terminal cannot rewrite what it has shown.
         say(bundle["text/plain"])
@@ -92,11 +91,11 @@ class StageDisplay:
         seconds = time.monotonic() - self._started
         line = f"{text} ... ({seconds:.1f} s)"
         bundle = {"text/plain": line, "text/html": f"<i>{html.escape(line)}</i>"}
-        _show(self._shell, bundle, self._id, update=self._shown)
+        show(self._shell, bundle, self._id, update=self._shown)
         self._shown = True
 
     def done(self, world: World, what: str = "started") -> None:
         """Show the ranks."""
         seconds = time.monotonic() - self._started
         title = f"{_title(world, world.infos)}, {what} in {seconds:.1f} s"
-        _show(self._shell, _bundle(title, _rows(world.infos, world)), self._id, update=self._shown)
+        show(self._shell, _bundle(title, _rows(world.infos, world)), self._id, update=self._shown)

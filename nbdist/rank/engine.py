@@ -63,6 +63,7 @@ class Rank:
 
     def host_cells(self, kernel: Any, engine_id: int) -> None:
         """Take cells from now on (main thread, inside the running event loop)."""
+        from nbdist.rank.names import NameService
         from nbdist.rank.namespace import Namespace
         from nbdist.rank.session import open_session
 
@@ -70,6 +71,7 @@ class Rank:
         self._loop = asyncio.get_running_loop()
         self.executor = open_session(kernel, self.link, self.directory)
         self.namespace = Namespace(kernel.shell.user_ns)
+        NameService(kernel, self.link, self.executor, self.namespace.is_ours)
         self.link.on_message(JoinGroup, self._join_soon)
         self.link.on_message(AbortGroup, self._abort)
         self.stage("registered")

@@ -22,6 +22,7 @@ __all__ = ["RankLink"]
 
 log = logging.getLogger(__name__)
 Handler = Callable[[Message], None]
+_ANSWERS = ("rank_info", "join_failed", "names_answer")  # the last event of a query
 
 
 class RankLink:
@@ -133,5 +134,5 @@ class RankLink:
             data = to_wire(event)
             for identity in [client] if client is not None else list(self._clients):
                 self._socket.send_multipart([identity, data])
-            if getattr(event, "finish_reason", None) or event.kind in ("rank_info", "join_failed"):
+            if getattr(event, "finish_reason", None) or event.kind in _ANSWERS:
                 self._routes.pop(topic, None)

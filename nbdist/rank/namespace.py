@@ -49,6 +49,10 @@ class Namespace:
         kind = device.partition(":")[0]
         self._set("mesh", init_device_mesh(kind, (world_size,), mesh_dim_names=("dp_shard",)))
 
+    def is_ours(self, name: str) -> bool:
+        """Return whether a name holds what nbdist has put there."""
+        return name in self._ours and self._names.get(name) is self._ours[name]
+
     def _set(self, name: str, value: Any) -> None:
         missing = object()
         present = self._names.get(name, missing)

@@ -27,7 +27,7 @@ LAYERS = [
     {"serve"},
     {"train"},
     {"doctor"},
-    {"runfiles"},
+    {"bulk", "runfiles"},
     {"errors", "messages", "keeper"},
 ]
 TOPS = {"", "__main__", "testing"}  # may import anything; nothing below imports the last two
