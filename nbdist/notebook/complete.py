@@ -18,6 +18,7 @@ __all__ = ["RankNames", "split_cell"]
 
 ANSWER_SECONDS = 0.5
 HEADER = re.compile(r"\s*%%distributed(?![\w?])[^\n]*\n")
+MAGIC = re.compile(r"\s*%\S*")  # not yet clear whose magic it will be
 RANKS = re.compile(r"(?:-r|--ranks)[ =]*(\S+)")
 TYPES = "_jupyter_types_experimental"  # ipykernel's completions with their types
 
@@ -29,12 +30,8 @@ def split_cell(code: str, cursor: int, auto_mode: AutoMode) -> tuple[str, int] |
     """
     if header := HEADER.match(code):
         return (header.group(), header.end()) if cursor >= header.end() else None
-    lines = code.splitlines(keepends=True)
-    first_line = next((line for line in lines if line.strip()), "")
-    names_a_magic = first_line.strip().startswith("%") and cursor <= code.find(first_line) + len(
-        first_line.rstrip("\n")
-    )
-    if names_a_magic or not auto_mode.runs_on_ranks(lines):
+    names_a_magic = MAGIC.fullmatch(code, 0, cursor)
+    if names_a_magic or not auto_mode.runs_on_ranks(code.splitlines()):
         return None
     return "", 0
 

@@ -23,6 +23,7 @@ WHOLE_BYTES = 1 << 20  # data up to this size is hashed whole
 SAMPLE_ITEMS = 1 << 14
 MAX_ITEMS = 10_000  # of a container
 NOT_COMPARED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_PLAIN = (types.NoneType, bool, int, float, complex, str, bytes)
 
 
 class _NotComparedError(Exception):
@@ -169,9 +170,11 @@ class Digest:
             for item in value:
                 self.add(item)
         elif isinstance(value, set | frozenset):
-            # Their order differs from process to process.
+            # Their order differs from process to process, and so do reprs of most objects.
+            if not all(isinstance(item, _PLAIN) for item in value):
+                raise _NotComparedError
             self._hash.update(repr(sorted(map(repr, value))).encode())
-        elif value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        elif isinstance(value, _PLAIN):
             self._hash.update(repr(value).encode("utf-8", "surrogatepass"))
         else:
             self._hash.update(_pickled(value))

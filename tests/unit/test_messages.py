@@ -5,12 +5,27 @@ import json
 import pytest
 
 from nbdist import messages
-from nbdist.messages import GenerateRequest, RankStream, RunCell, Sampling, from_wire, to_wire
+from nbdist.messages import (
+    GenerateRequest,
+    NameRow,
+    NamesAnswer,
+    RankStream,
+    RunCell,
+    Sampling,
+    from_wire,
+    to_wire,
+)
 
 
 @pytest.mark.parametrize(
     "message",
     [
+        NamesAnswer(
+            rank=1,
+            query_id="q",
+            reply={"matches": ["a"], "cursor_start": 0},
+            rows=(NameRow(name="x", type_name="Tensor", num_bytes=8, is_sampled=True),),
+        ),
         RunCell(cell_id="c", source="print('Zażółć 👋🏽 日本')", ranks=(0, 2)),
         RankStream(rank=1, cell_id="c", seq=3, stream="stdout", text="half \ud83d of a pair\n\0"),
         GenerateRequest(
