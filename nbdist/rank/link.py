@@ -133,5 +133,9 @@ class RankLink:
             data = to_wire(event)
             for identity in [client] if client is not None else list(self._clients):
                 self._socket.send_multipart([identity, data])
-            if getattr(event, "finish_reason", None) or event.kind in ("rank_info", "join_failed"):
+            if getattr(event, "finish_reason", None) or event.kind in (
+                "rank_info",
+                "join_failed",
+                "where",
+            ):
                 self._routes.pop(topic, None)
