@@ -18,6 +18,8 @@ __all__ = [
     "CellSyntaxError",
     "CellInterrupted",
     "CellTimeoutError",
+    "CollectiveMismatchError",
+    "CollectiveSubsetError",
     "CheckpointError",
     "ServeError",
     "Overloaded",
@@ -74,6 +76,22 @@ class RankBusyError(NbdistError):
 
 class CellTimeoutError(NbdistError):
     """A cell ran longer than its `timeout_seconds`; its ranks were stopped."""
+
+
+class CollectiveMismatchError(NbdistError):
+    """Ranks of a group made calls that do not belong together; it was found before sending."""
+
+
+class CollectiveSubsetError(NbdistError):
+    """A rank waited in a collective that idle ranks of its group never called.
+
+    Attributes:
+        ranks: the idle ranks.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class RemoteCellError(NbdistError):

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.cluster.link import WorldLink
-from nbdist.errors import CellTimeoutError, RankBusyError, RankLostError, RemoteCellError
+from nbdist.cluster.watch import Watch
+from nbdist.errors import (
+    CellTimeoutError,
+    CollectiveMismatchError,
+    CollectiveSubsetError,
+    RankBusyError,
+    RankLostError,
+    RemoteCellError,
+)
 from nbdist.messages import (
     AbortGroup,
     Interrupt,
@@ -72,15 +80,23 @@ class CellRun:
         request: the cell.
         generation: of the process group, as the client knows it.
         timeout_seconds: longest time the cell may run; None for no limit.
+        watch: looks for waits that cannot end.
     """
 
     def __init__(
-        self, link: WorldLink, request: RunCell, generation: int, timeout_seconds: float | None
+        self,
+        link: WorldLink,
+        request: RunCell,
+        generation: int,
+        timeout_seconds: float | None,
+        watch: Watch,
     ) -> None:
         self._link = link
         self._request = request
         self._generation = generation
         self._timeout = timeout_seconds
+        self._watch = watch
+        self._hopeless: CollectiveSubsetError | None = None
         self._events: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._waiting = set(request.ranks)
         self._errors: list[RankError] = []
@@ -117,6 +133,7 @@ class CellRun:
                 self._next()
             raise
         finally:
+            self._watch.close()
             self._link.listen(self._request.cell_id, None)
         if self._stopped:
             raise KeyboardInterrupt
@@ -131,6 +148,13 @@ class CellRun:
         self._climb()
 
     def _next(self) -> Message | None:
+        if not self._rung_at:
+            try:
+                if (note := self._watch.look()) is not None:
+                    return note
+            except CollectiveSubsetError as error:
+                self._hopeless = error
+                self._climb()
         try:
             event = self._events.get(timeout=TICK_SECONDS)
         except queue.Empty:
@@ -138,6 +162,8 @@ class CellRun:
             return None
         if isinstance(event, RankError):
             self._errors.append(event)
+            # What a peer has sent already lies in the group's connections: it is not used again.
+            self.group_aborted |= event.name == CollectiveMismatchError.__name__
         elif isinstance(event, RankDone):
             self._endings[event.rank] = event
             self._waiting.discard(event.rank)
@@ -180,6 +206,8 @@ class CellRun:
             by_status.setdefault(done.status, []).append(rank)
         if lost := by_status.get("lost"):
             raise lost_error(lost, "rank {ranks} died while the cell ran")
+        if self._hopeless is not None:
+            raise self._hopeless
         if busy := by_status.get("busy"):
             raise RankBusyError(
                 f"the cell was not run: rank {', '.join(map(str, busy))} still runs cell "

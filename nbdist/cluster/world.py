@@ -20,6 +20,7 @@ from nbdist.cluster.launch import Processes, end_world
 from nbdist.cluster.link import WorldLink
 from nbdist.cluster.names_table import NamesTable
 from nbdist.cluster.source import check_ranks, check_source
+from nbdist.cluster.watch import Watch
 from nbdist.errors import NoWorldError, RankLostError
 from nbdist.messages import Interrupt, Message, RankInfo, RunCell, Shutdown, StatusQuery
 from nbdist.runfiles import WorldRecord, find_world
@@ -153,7 +154,8 @@ class World(Healing):
             # Without its lost ranks there is no group to make; the others run what needs none.
             if self._group_broken and not self._link.lost_ranks:
                 self._remake_group()
-            run = CellRun(self._link, request, self._generation, timeout_seconds)
+            watch = Watch(self._link, request, self.num_ranks)
+            run = CellRun(self._link, request, self._generation, timeout_seconds, watch)
             self._running = request.cell_id
             try:
                 run.start()

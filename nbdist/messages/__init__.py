@@ -3,6 +3,7 @@
 from nbdist.messages.link import (
     AbortGroup,
     CellEvent,
+    CellNote,
     Interrupt,
     JoinFailed,
     JoinGroup,
@@ -16,6 +17,8 @@ from nbdist.messages.link import (
     Stage,
     StatusQuery,
     Unhandled,
+    Where,
+    WhereQuery,
 )
 from nbdist.messages.names import (
     CompleteQuery,
@@ -48,6 +51,9 @@ __all__ = [
     "Shutdown",
     "RunCell",
     "Interrupt",
+    "WhereQuery",
+    "Where",
+    "CellNote",
     "Unhandled",
     "CellEvent",
     "RankStream",

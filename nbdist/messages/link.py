@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.messages.wire import Message, message
@@ -17,6 +17,9 @@ __all__ = [
     "Shutdown",
     "RunCell",
     "Interrupt",
+    "WhereQuery",
+    "Where",
+    "CellNote",
     "Unhandled",
     "CellEvent",
     "RankStream",
@@ -129,6 +132,50 @@ class Interrupt(Message):
     """Client to rank: stop the cell of this id, and no other."""
 
     cell_id: str
+
+
+@message("where_query")
+class WhereQuery(Message):
+    """Client to rank: which collective or line are you in? Answered by one `Where`."""
+
+    query_id: str
+
+
+@message("where")
+class Where(Message):
+    """Rank to client: where the rank's main thread is.
+
+    Attributes:
+        running_cell: id of the cell that runs; empty when idle.
+        line: of the user's code, such as `Cell In[3], line 2`; empty when unknown.
+        waits_in: the collective that the main thread waits in; empty when in none.
+        group: id of that collective's group; `number` is the call's in that group.
+        group_ranks: all ranks that must make the call; empty for a send or receive.
+        counts: `{group id: number of the last call}` of every group this rank has used.
+    """
+
+    rank: int
+    query_id: str
+    running_cell: str = ""
+    line: str = ""
+    waits_in: str = ""
+    waited_seconds: float = 0.0
+    group: str = ""
+    number: int = 0
+    group_ranks: tuple[int, ...] = ()
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+@message("cell_note")
+class CellNote(Message):
+    """Made by the client: a remark about a running cell; each replaces the one before.
+
+    Attributes:
+        text: plain text of one or more lines.
+    """
+
+    cell_id: str
+    text: str
 
 
 @message("unhandled")

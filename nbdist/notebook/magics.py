@@ -85,7 +85,7 @@ class DistributedMagics(Magics):
             publisher.clear_output(wait=content.get("wait", False))
             return
         update = action == "update_display_data"
-        if not update:
+        if not update and label:
             say(label)
         publisher.publish(
             content["data"],

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nbdist.messages import Message, RankDisplay, RankDone, RankStream
+from nbdist.messages import CellNote, Message, RankDisplay, RankDone, RankStream
 from nbdist.notebook.fold import Folder, Piece, span
 
 __all__ = ["CellView"]
@@ -44,6 +44,7 @@ class CellView:
         self._changed_at: dict[tuple[int, str], float] = {}
         self._open = {"stdout": "", "stderr": ""}
         self._num_chars = 0
+        self._has_note = False
 
     def take(self, event: Message | None) -> None:
         """Show an event, or let time pass."""
@@ -54,6 +55,8 @@ class CellView:
         elif isinstance(event, RankDone):
             self._end_lines(event.rank)
             self._folder.end(event.rank)
+        elif isinstance(event, CellNote):
+            self._show_note(event)
         else:
             self._show_partials()
         self._folder.release()
@@ -96,6 +99,14 @@ class CellView:
         data.pop("application/vnd.jupyter.widget-view+json", None)
         text = json.dumps(content, sort_keys=True)
         self._folder.add(event.rank, Piece("display", text, content))
+
+    def _show_note(self, note: CellNote) -> None:
+        """Show a remark about the cell in one place, each instead of the one before."""
+        self._close_lines()
+        content = {"data": {"text/plain": note.text}, "metadata": {}}
+        content["transient"] = {"display_id": f"note-{note.cell_id}"}
+        self._publish("update_display_data" if self._has_note else "display_data", content, "")
+        self._has_note = True
 
     def _end_lines(self, rank: int) -> None:
         for key in [key for key in self._partial if key[0] == rank]:

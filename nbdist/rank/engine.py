@@ -114,10 +114,16 @@ class Rank:
 
         self.device = bind_device(self.place.local_rank)
         self.group = Group(self.place.rank, self.place.world_size, self.device.name)
+        self._watch_collectives()
         self.namespace.set_place(self.place, self.device.name)
         # What is loaded by now stays: the collector need not look at it again in every step.
         gc.collect()
         gc.freeze()
+
+    def _watch_collectives(self) -> None:
+        from nbdist.rank.whereabouts import watch_collectives
+
+        watch_collectives(self.directory, self.link, self.group, self.executor)
 
     def _tell_status(self, message: Message) -> None:
         assert isinstance(message, StatusQuery | JoinGroup), message

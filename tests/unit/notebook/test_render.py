@@ -2,7 +2,7 @@
 
 import pytest
 
-from nbdist.messages import RankDisplay, RankDone, RankStream
+from nbdist.messages import CellNote, RankDisplay, RankDone, RankStream
 from nbdist.notebook import render
 from nbdist.notebook.render import CellView
 
@@ -112,3 +112,17 @@ def test_view_bounds_what_it_shows_and_names_the_log(view, capsys, monkeypatch):
     assert "y" not in out
     assert "z" not in out
     assert out.endswith("`%distributed logs -r 0`\n")
+
+
+def test_note_is_shown_in_one_place_each_instead_of_the_one_before(view, published, capsys):
+    view.take(text(0, "half"))
+    for words in ("first", "second"):
+        view.take(CellNote(cell_id="c", text=words))
+    finish(view)
+    shown = [(action, content["data"], label) for action, content, label in published]
+    assert shown == [
+        ("display_data", {"text/plain": "first"}, ""),
+        ("update_display_data", {"text/plain": "second"}, ""),
+    ]
+    assert len({content["transient"]["display_id"] for _, content, _ in published}) == 1
+    assert capsys.readouterr().out == "[0] half\n"

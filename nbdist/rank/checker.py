@@ -1,0 +1,280 @@
+"""Compares a collective call with the calls of the other ranks before anything is sent (rank).
+
+A rank writes its call to its log, then reads what its peers have logged under the same group and
+number. The last to arrive sees all, so a difference is always found by somebody, and before that
+rank has sent anything.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from nbdist.errors import CollectiveMismatchError
+from nbdist.rank.calls import ANY, Call, CallLog
+
+__all__ = ["Checker", "Seen", "Wait", "OPS", "REDUCTIONS"]
+
+OPS = (
+    "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather",
+    "scatter", "barrier", "monitored_barrier", "all_reduce_coalesced", "all_gather_coalesced",
+    "reduce_scatter_coalesced", "send", "recv", "isend", "irecv", "batch_isend_irecv",
+)  # fmt: skip
+REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+_OP_INDEX = {name: index for index, name in enumerate(OPS)}
+_ROOT_NAMES = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
+_MAX_PENDING = 32
+
+
+class Seen(NamedTuple):
+    """What a collective was called with.
+
+    Attributes:
+        group: the process group.
+        tensor: the one that stands for the call, or None.
+        numel: elements that every rank must give, or ANY.
+        peer_to_peer: only two ranks take part; nothing is compared.
+    """
+
+    op: str
+    group: Any
+    tensor: Any = None
+    numel: int = ANY
+    reduction: int = ANY
+    root: int = ANY
+    peer_to_peer: bool = False
+
+
+@dataclass(slots=True)
+class _Group:
+    """A process group as all its ranks know it. Counters count calls, from 1."""
+
+    key: int
+    ranks: tuple[int, ...]
+    peers: tuple[int, ...]
+    name: str
+    count: int = 0
+    num_messages: int = 0
+
+
+class Wait(NamedTuple):
+    """A call that has not ended; `since` is of the monotonic clock."""
+
+    call: Call
+    group: _Group
+    peer_to_peer: bool
+    since: float
+
+
+class Checker:
+    """Logs this rank's calls and compares them with those of its peers.
+
+    Args:
+        directory: the world's private directory.
+        rank: this rank.
+        generation: returns the group's generation; negative while there is no group to watch.
+        cell_number: returns the number of the cell that a file name stands for, or None.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        generation: Callable[[], int],
+        cell_number: Callable[[str], int | None],
+    ) -> None:
+        import torch
+
+        self.rank = rank
+        self._ranks_directory = directory / "ranks"
+        self._log = CallLog(self._ranks_directory / f"{rank}.calls", writable=True)
+        self._peers: dict[int, CallLog] = {}
+        self._generation = generation
+        self._cell_number = cell_number
+        self._lock = threading.Lock()
+        self._groups: weakref.WeakKeyDictionary[Any, _Group | None] = weakref.WeakKeyDictionary()
+        self._made: collections.Counter[str] = collections.Counter()
+        self._main = threading.main_thread().ident
+        self._waiting: Wait | None = None
+        self._pending: collections.deque[tuple[weakref.ref[Any], Wait]] = collections.deque(
+            maxlen=_MAX_PENDING
+        )
+        self._functional: Wait | None = None
+        dtypes = {str(v).removeprefix("torch."): v for v in vars(torch).values()
+                  if isinstance(v, torch.dtype)}  # fmt: skip
+        self._dtype_names = ("", *sorted(dtypes))
+        self._dtype_index = {dtypes[n]: i for i, n in enumerate(self._dtype_names) if n}
+
+    def enter(self, seen: Seen) -> Wait | None:
+        """Log a call and compare it; None when it is of no group that is watched.
+
+        Raises:
+            CollectiveMismatchError: a peer's call of this number is another one.
+        """
+        group = self._group(seen.group)
+        if group is None:
+            return None
+        cell, line = self.place_of(sys._getframe(2))
+        tensor = seen.tensor
+        call = Call(
+            group=group.key ^ seen.peer_to_peer,
+            number=0,
+            op=_OP_INDEX[seen.op],
+            dtype=0 if tensor is None else self._dtype_index.get(tensor.dtype, 0),
+            reduction=seen.reduction,
+            numel=seen.numel,
+            root=seen.root,
+            cell=cell,
+            line=line,
+            entered_at=time.time(),
+            shape=() if tensor is None else tuple(tensor.shape),
+        )
+        wait = Wait(call, group, seen.peer_to_peer, time.monotonic())
+        # Giving the lock back is also the barrier between this store and the loads of `_compare`.
+        with self._lock:
+            if seen.peer_to_peer:
+                group.num_messages += 1
+                call.number = group.num_messages
+            else:
+                group.count += 1
+                call.number = group.count
+            self._log.write(call)
+        if not seen.peer_to_peer:
+            self._compare(call, group)
+        if threading.get_ident() == self._main:
+            self._waiting = wait
+        return wait
+
+    def leave(self, wait: Wait, result: Any, *, functional: bool) -> None:
+        """Note that a call has ended; what goes on behind it is remembered weakly."""
+        if self._waiting is wait:
+            self._waiting = None
+        self._log.mark_left(wait.call)
+        if functional:
+            self._functional = wait
+        elif result is not None and hasattr(result, "is_completed"):
+            self._pending.append((weakref.ref(result), wait))
+
+    def wait_begins(self) -> None:
+        """The main thread waits for the functional collective that it called last."""
+        if self._functional is not None and threading.get_ident() == self._main:
+            self._waiting = self._functional._replace(since=time.monotonic())
+
+    def wait_ends(self) -> None:
+        """The wait of `wait_begins` is over."""
+        if threading.get_ident() == self._main:
+            self._waiting = None
+
+    def waiting(self) -> Wait | None:
+        """Return the call that the main thread is inside of (any thread)."""
+        return self._waiting
+
+    def pending(self) -> Wait | None:
+        """Return the oldest asynchronous call that has not completed (any thread)."""
+        for reference, wait in tuple(self._pending):
+            work = reference()
+            try:
+                if work is not None and not work.is_completed():
+                    return wait
+            except RuntimeError:
+                continue
+        return None
+
+    def counts(self) -> dict[str, int]:
+        """Return how many collectives this rank has called, by group (any thread)."""
+        with self._lock:
+            return {f"{g.key:x}": g.count for g in self._groups.values() if g is not None}
+
+    def place_of(self, frame: FrameType | None) -> tuple[int, int]:
+        """Return the cell number and line of the innermost frame that a cell has made."""
+        while frame is not None:
+            number = self._cell_number(frame.f_code.co_filename)
+            if number is not None:
+                return number, frame.f_lineno
+            frame = frame.f_back
+        return 0, 0
+
+    def describe(self, call: Call) -> str:
+        """Return a call in words, such as `all_reduce(sum) of float32 [8]`."""
+        op = OPS[call.op]
+        arguments = []
+        if 0 <= call.reduction < len(REDUCTIONS):
+            arguments.append(REDUCTIONS[call.reduction])
+        if call.root != ANY and op in _ROOT_NAMES:
+            arguments.append(f"{_ROOT_NAMES[op]}={call.root}")
+        text = f"{op}({', '.join(arguments)})" if arguments else op
+        if call.dtype:
+            text += f" of {self._dtype_names[call.dtype]} {list(call.shape)}"
+        return text
+
+    def _group(self, process_group: Any) -> _Group | None:
+        if self._generation() < 0 or process_group is None:
+            return None
+        try:
+            return self._groups[process_group]
+        except KeyError:
+            with self._lock:
+                made = self._groups[process_group] = self._know(process_group)
+                return made
+
+    def _know(self, process_group: Any) -> _Group | None:
+        """Return what identifies a group; ranks that meet in a group have named it alike."""
+        from torch.distributed import distributed_c10d as c10d
+
+        if c10d.get_backend(process_group) == "fake":
+            return None
+        ranks = tuple(c10d.get_process_group_ranks(process_group))
+        identity = f"{self._generation()} {process_group.group_name} {ranks}"
+        nth = self._made[identity]
+        self._made[identity] += 1
+        digest = hashlib.blake2b(f"{identity} {nth}".encode(), digest_size=8).digest()
+        is_default = process_group is c10d._get_default_group()
+        shown = f"{', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
+        return _Group(
+            key=int.from_bytes(digest, "little") & ~1,
+            ranks=ranks,
+            peers=tuple(rank for rank in ranks if rank != self.rank),
+            name="the default group" if is_default else f"the group of ranks {shown}",
+        )
+
+    def _compare(self, call: Call, group: _Group) -> None:
+        different = False
+        theirs: dict[int, Call] = {}
+        for rank in group.peers:
+            log = self._peers.get(rank) or self._open(rank)
+            other = log.read(call.group, call.number) if log is not None else None
+            if other is not None:
+                theirs[rank] = other
+                different = different or not call.matches(other)
+        if different:
+            raise CollectiveMismatchError(self._difference(call, group, theirs))
+
+    def _open(self, rank: int) -> CallLog | None:
+        try:
+            log = self._peers[rank] = CallLog(self._ranks_directory / f"{rank}.calls")
+        except (FileNotFoundError, ValueError):
+            return None  # on another host, or not yet of full size
+        return log
+
+    def _difference(self, call: Call, group: _Group, theirs: dict[int, Call]) -> str:
+        lines = []
+        for rank, one in sorted({**theirs, self.rank: call}.items()):
+            place = f", Cell In[{one.cell}], line {one.line}" if one.cell else ""
+            lines.append(f"  rank {rank}: #{one.number} {self.describe(one)}{place}")
+        if missing := sorted(set(group.peers) - set(theirs)):
+            lines.append(f"  rank {', '.join(map(str, missing))}: not there yet")
+        return (
+            f"collective call #{call.number} of {group.name} is not the same on all ranks; "
+            f"rank {self.rank} found it before sending anything:\n" + "\n".join(lines) + "\n"
+            "All ranks of a group must make the same calls in the same order, with equal dtype, "
+            "size, reduction and src or dst. Make them equal and run the cell again."
+        )

@@ -1,0 +1,87 @@
+"""Tells a client where this rank is while its main thread computes or hangs (rank)."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbdist.messages import Message, Where, WhereQuery
+from nbdist.rank.checker import Checker, Wait
+from nbdist.rank.intercept import install
+from nbdist.rank.link import RankLink
+
+if TYPE_CHECKING:
+    from nbdist.rank.executor import Executor
+    from nbdist.rank.group import Group
+
+__all__ = ["Whereabouts", "watch_collectives"]
+
+
+def watch_collectives(directory: Path, link: RankLink, group: Group, executor: Executor) -> None:
+    """Check this rank's collectives and answer where it is, unless that is switched off."""
+    if os.environ.get("NBDIST_COLLECTIVE_CHECK") == "0":
+        return
+    checker = Checker(directory, link.rank, lambda: group.generation, executor.cell_number)
+    install(checker)
+    Whereabouts(link, checker, lambda: executor.running_cell)
+
+
+class Whereabouts:
+    """Answers `WhereQuery` on the control thread.
+
+    Args:
+        link: where queries come from.
+        checker: knows the collective that the main thread is in.
+        running_cell: returns the id of the cell that runs; empty when idle.
+    """
+
+    def __init__(self, link: RankLink, checker: Checker, running_cell: Callable[[], str]) -> None:
+        self._link = link
+        self._checker = checker
+        self._running_cell = running_cell
+        link.on_message(WhereQuery, self._tell)
+
+    def _tell(self, message: Message) -> None:
+        assert isinstance(message, WhereQuery), message
+        cell_id = self._running_cell()
+        answer: dict[str, Any] = {}
+        if cell_id:
+            answer = self._now()
+        self._link.emit(
+            Where(
+                rank=self._link.rank,
+                query_id=message.query_id,
+                running_cell=cell_id,
+                counts=self._checker.counts(),
+                **answer,
+            )
+        )
+
+    def _now(self) -> dict[str, Any]:
+        """Return the fields of `Where` that tell what the main thread is doing."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        cell, line = self._checker.place_of(frame)
+        answer: dict[str, Any] = {"line": f"Cell In[{cell}], line {line}" if cell else ""}
+        wait = self._checker.waiting()
+        if wait is None and frame is not None:
+            # Inside the wait for an asynchronous call, such as FSDP's: a C function, so its name
+            # stands only in the line that called it.
+            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            wait = self._checker.pending() if "wait" in text else None
+        return answer if wait is None else {**answer, **self._waits(wait)}
+
+    def _waits(self, wait: Wait) -> dict[str, Any]:
+        call, group = wait.call, wait.group
+        return {
+            "waits_in": f"{self._checker.describe(call)}, call #{call.number} of {group.name}",
+            "waited_seconds": time.monotonic() - wait.since,
+            "group": f"{group.key:x}",
+            "number": call.number,
+            "group_ranks": () if wait.peer_to_peer else group.ranks,
+        }
