@@ -51,32 +51,45 @@ def watch(owner: int) -> None:
     state: dict[str, object] = {"processes": [], "directory": "", "keep": False}
     poller = select.poll()
     poller.register(0, select.POLLIN)
+    is_gone = False
+    pidfd = -1
     try:
         pidfd = os.pidfd_open(owner)
         poller.register(pidfd, select.POLLIN)
     except ProcessLookupError:
-        # It is dead already: what it wrote before says what to clean.
-        state.update(json.loads(sys.stdin.readlines()[-1]))
-        return _clean(state)
+        is_gone = True
     pending = b""
     while True:
         for fd, _ in poller.poll(1000):
             if fd == pidfd:
                 poller.unregister(pidfd)
-                if not state["keep"]:
-                    return _clean(state)
+                is_gone = True
             elif data := os.read(0, 65536):
                 *lines, pending = (pending + data).split(b"\n")
                 state.update(json.loads(lines[-1]) if lines else {})
             else:
                 poller.unregister(0)
-        processes: list[list[float]] = state["processes"]  # type: ignore[assignment]
+        processes = _processes(state)
+        # What the owner wrote before it died has been read by now.
+        if is_gone and (not state["keep"] or not processes):
+            return _clean(state)
         if processes and not any(is_alive(int(p), s) for p, s in processes):
             return _clean(state)
 
 
+def _processes(state: dict[str, object]) -> list[list[float]]:
+    """Return what to end: what the owner has told, and launchers that any client added later."""
+    told: list[list[float]] = state["processes"]  # type: ignore[assignment]
+    try:
+        with open(f"{state['directory']}/world.json", encoding="ascii") as file:  # noqa: PTH123
+            added = json.load(file)["processes"]
+    except OSError:
+        added = []
+    return [*told, *(entry for entry in added if entry not in told)]
+
+
 def _clean(state: dict[str, object]) -> None:
-    end(state["processes"])  # type: ignore[arg-type]
+    end(_processes(state))
     for name in ("directory", "memory_directory"):
         if state.get(name):
             shutil.rmtree(str(state[name]), ignore_errors=True)

@@ -14,6 +14,7 @@ import stat
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from nbdist.errors import NoWorldError, StartError
 from nbdist.keeper import is_alive
@@ -26,8 +27,10 @@ class WorldRecord:
     """What a client needs to attach to a world; stored as `world.json`.
 
     Attributes:
-        processes: `[pid, start ticks]` of the controller and of the MPI launcher.
+        processes: `[pid, start ticks]` of the controller and of every MPI launcher.
+        controller: the controller's entry of `processes`.
         owner: `[pid, start ticks]` of the client that started the world.
+        settings: what a launcher of a rank that replaces another is started with.
         memory_directory: a private directory on a memory file system; empty without one.
     """
 
@@ -35,9 +38,11 @@ class WorldRecord:
     directory: str
     num_ranks: int
     processes: list[list[float]] = field(default_factory=list)
+    controller: list[float] = field(default_factory=list)
     owner: list[float] = field(default_factory=list)
     keep: bool = False
     started_at: float = 0.0
+    settings: dict[str, Any] = field(default_factory=dict)
     memory_directory: str = ""
 
     def save(self) -> None:
@@ -52,8 +57,15 @@ class WorldRecord:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the world's controller and launcher both run."""
-        return bool(self.processes) and all(is_alive(int(p), s) for p, s in self.processes)
+        """Whether the world's controller and a launcher run; one may have ended with its ranks."""
+        running = [entry for entry in self.processes if is_alive(int(entry[0]), entry[1])]
+        return self.controller in running and len(running) > 1
+
+    def refresh(self) -> None:
+        """Take in the processes that another client has added."""
+        path = Path(self.directory) / "world.json"
+        if path.exists():
+            self.processes = json.loads(path.read_text())["processes"]
 
 
 def base_directory() -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,17 +169,17 @@ class CellRun:
         for rank in waiting:
             self._link.post(rank, AbortGroup(generation=self._generation))
 
-    def raise_for_failure(self) -> None:
-        """Raise the one error of the cell, first cause on top; return when all ranks were ok."""
+    def raise_for_failure(self, lost_error: Callable[[Sequence[int], str], RankLostError]) -> None:
+        """Raise the one error of the cell, first cause on top; return when all ranks were ok.
+
+        Args:
+            lost_error: makes the error of lost ranks from a sentence about `{ranks}`.
+        """
         by_status: dict[str, list[int]] = {}
         for rank, done in sorted(self._endings.items()):
             by_status.setdefault(done.status, []).append(rank)
         if lost := by_status.get("lost"):
-            raise RankLostError(
-                f"rank {', '.join(map(str, lost))} died while the cell ran; its process is gone "
-                "and its variables with it; `%distributed stop`, then `%distributed start`",
-                ranks=tuple(lost),
-            )
+            raise lost_error(lost, "rank {ranks} died while the cell ran")
         if busy := by_status.get("busy"):
             raise RankBusyError(
                 f"the cell was not run: rank {', '.join(map(str, busy))} still runs cell "

@@ -12,20 +12,24 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import zmq
 
 import nbdist
 from nbdist import keeper, runfiles
 from nbdist.cluster.config import WorldConfig
-from nbdist.cluster.mpi import Launcher
+from nbdist.cluster.death import read_death
+from nbdist.cluster.mpi import Launcher, find_launcher
 from nbdist.errors import StartError
 from nbdist.runfiles import WorldRecord
 
-__all__ = ["Processes", "log_tail"]
+__all__ = ["Processes", "Relaunch", "log_tail", "end_world"]
 
 CONTROLLER_ARGS = [
     "--nodb",
@@ -42,26 +46,47 @@ CONTROLLER_ARGS = [
 class Processes:
     """The controller, the MPI launcher with its ranks, and the keeper of one world.
 
-    Attributes:
+    Args:
         record: what stands in the world's `world.json`.
+        config: how the world is started.
+        launcher: starts ranks.
     """
 
-    def __init__(self, num_ranks: int, config: WorldConfig, launcher: Launcher) -> None:
-        world_id, self.directory = runfiles.create()
+    def __init__(self, record: WorldRecord, config: WorldConfig, launcher: Launcher) -> None:
+        self.record = record
+        self.directory = Path(record.directory)
+        self._config = config
+        self._mpi = launcher
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._keeper: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def create(cls, num_ranks: int, config: WorldConfig, launcher: Launcher) -> Processes:
+        """Make the private directory of a new world."""
+        world_id, directory = runfiles.create()
         owner = os.getpid()
-        self.record = WorldRecord(
+        record = WorldRecord(
             world_id=world_id,
-            directory=str(self.directory),
+            directory=str(directory),
             num_ranks=num_ranks,
             owner=[owner, keeper.start_ticks(owner)],
             keep=config.keep,
             started_at=time.time(),
             memory_directory=runfiles.create_in_memory(world_id),
+            settings={
+                "mpi_command": launcher.command,
+                "threads_per_rank": config.threads_per_rank,
+                "interface": config.interface,
+                "collective_timeout_seconds": config.collective_timeout_seconds,
+            },
         )
-        self._config = config
-        self._mpi = launcher
-        self._children: list[subprocess.Popen[bytes]] = []
-        self._keeper: subprocess.Popen[bytes] | None = None
+        return cls(record, config, launcher)
+
+    @classmethod
+    def of(cls, record: WorldRecord) -> Processes:
+        """Return a handle by which a client that has not started a world can start ranks in it."""
+        config = WorldConfig.of(**record.settings)
+        return cls(record, config, find_launcher(config.mpi_command))
 
     def start(self) -> None:
         """Start everything; returns at once, the ranks come up on their own."""
@@ -73,15 +98,44 @@ class Processes:
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        program = [sys.executable, "-m", "nbdist.rank.engine", str(self.directory)]
-        program.append(str(self.record.num_ranks))
-        self._spawn("mpirun", self._mpi.arguments(self.record.num_ranks, program))
+        self._spawn("mpirun", self._mpi.arguments(self.record.num_ranks, self._program()))
         controller = [sys.executable, "-m", "ipyparallel.controller", *CONTROLLER_ARGS]
         controller.append(f"--profile-dir={self.directory / 'profile'}")
         self._spawn("controller", controller)
+        self.record.controller = self.record.processes[-1]
         self.record.save()
 
-    def _spawn(self, name: str, command: list[str]) -> None:
+    def _program(self, *place: int) -> list[str]:
+        words = [self.directory, self.record.num_ranks, *place]
+        return [sys.executable, "-m", "nbdist.rank.supervisor", *map(str, words)]
+
+    def start_again(self, local_ranks: dict[int, int]) -> list[Relaunch]:
+        """Start processes that take the place of ranks that have ended.
+
+        All ranks of a world come back under one launcher, in an MPI world like their first. A few
+        come back under a launcher each: an MPI world takes nobody in.
+
+        Args:
+            local_ranks: `{rank: local rank}` of those to start.
+        """
+        self.record.refresh()
+        num_ranks = self.record.num_ranks
+        started = []
+        if len(local_ranks) == num_ranks:
+            child = self._spawn("mpirun", self._mpi.arguments(num_ranks, self._program()))
+            started.append(Relaunch("mpirun", child))
+        else:
+            for rank, local_rank in local_ranks.items():
+                name = f"mpirun-{rank}"
+                child = self._spawn(name, self._mpi.arguments(1, self._program(rank, local_rank)))
+                started.append(Relaunch(name, child))
+        self.record.save()
+        for entry in started:
+            # It ends with its ranks, at any time, perhaps after this client has dropped the world.
+            threading.Thread(target=entry.child.wait, daemon=True, name="nbdist-reaper").start()
+        return started
+
+    def _spawn(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
         with (self.directory / "logs" / f"{name}.log").open("ab") as log_file:
             child = subprocess.Popen(
                 command,
@@ -94,9 +148,11 @@ class Processes:
         self._children.append(child)
         self.record.processes.append([child.pid, keeper.start_ticks(child.pid)])
         self._tell_keeper()
+        return child
 
     def _tell_keeper(self) -> None:
-        assert self._keeper is not None, "start() has made the keeper"
+        if self._keeper is None:  # another client's child; it reads `world.json`
+            return
         assert self._keeper.stdin is not None, "the keeper has a pipe"
         state = {
             "processes": self.record.processes,
@@ -140,22 +196,33 @@ class Processes:
         return {**defaults, **os.environ, **forced}
 
     def check(self, stage: str) -> None:
-        """Raise StartError if the controller or the MPI launcher has ended."""
-        for name, child in zip(("mpirun", "controller"), self._children, strict=True):
+        """Raise StartError if the controller, the MPI launcher or a rank has ended."""
+        for name, child in zip(("mpirun", "controller"), self._children, strict=False):
             if child.poll() is not None:
-                raise StartError(
-                    f"the world of {self.record.num_ranks} ranks did not start: {name} ended with "
-                    f"exit code {child.returncode} while the ranks were at: {stage}; its log "
-                    "below says why",
-                    stage=stage,
-                    log=log_tail(self.directory / "logs" / f"{name}.log"),
-                )
+                self._fail(stage, name, f"{name} ended with exit code {child.returncode}")
+        for path in (self.directory / "ranks").glob("*.exit"):
+            with suppress(subprocess.TimeoutExpired):
+                # The launcher still passes on what the rank has said at last.
+                self._children[0].wait(0.5)
+            death = read_death(self.directory, int(path.stem))
+            assert death is not None, path
+            self._fail(stage, "mpirun", f"a rank's process {death.in_words(self.record.num_ranks)}")
+
+    def _fail(self, stage: str, log: str, what: str) -> NoReturn:
+        raise StartError(
+            f"the world of {self.record.num_ranks} ranks did not start: {what} while the ranks "
+            f"were at: {stage}; the log below says why",
+            stage=stage,
+            log=log_tail(self.directory / "logs" / f"{log}.log"),
+        )
 
     def stop(self, patience_seconds: float) -> None:
         """End the processes and remove the directory; waits for the ranks a moment first."""
-        if self._children:
+        self.record.refresh()
+        deadline = time.monotonic() + patience_seconds
+        for launcher in [*self._children[:1], *self._children[2:]]:
             with suppress(subprocess.TimeoutExpired):
-                self._children[0].wait(patience_seconds)
+                launcher.wait(max(0.0, deadline - time.monotonic()))
         keeper.end(self.record.processes)
         for child in self._children:
             child.wait(5)
@@ -167,6 +234,14 @@ class Processes:
         self.record.remove_files()
 
 
+@dataclass(frozen=True, slots=True)
+class Relaunch:
+    """A launcher that was started later than the world; `name` is its log's."""
+
+    name: str
+    child: subprocess.Popen[bytes]
+
+
 def log_tail(path: Path, num_lines: int = 20) -> str:
     """Return the last lines of a log file; empty when there is none."""
     if not path.exists():
@@ -176,6 +251,7 @@ def log_tail(path: Path, num_lines: int = 20) -> str:
 
 def end_world(record: WorldRecord) -> None:
     """End the processes of a world that another client started, and remove its directory."""
+    record.refresh()
     keeper.end(record.processes)
     for pid, started in record.processes:
         if keeper.is_alive(int(pid), started):

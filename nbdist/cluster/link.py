@@ -56,7 +56,8 @@ class WorldLink:
         return frozenset(self._lost)
 
     def connect(self, rank: int, endpoint: str) -> None:
-        """Connect to a rank."""
+        """Connect to a rank; one that was lost is no longer."""
+        self._lost.discard(rank)
         self._call(lambda: self._connect(rank, endpoint))
 
     def post(self, rank: int, message: Message) -> None:
@@ -64,7 +65,7 @@ class WorldLink:
         if rank in self._lost or self._closing:
             raise RankLostError(
                 f"`{message.kind}` was meant for rank {rank}, whose process is gone; "
-                "`%distributed stop`, then `%distributed start` makes a new world",
+                "`%distributed heal` replaces it",
                 ranks=(rank,),
             )
         data = to_wire(message)
@@ -117,17 +118,22 @@ class WorldLink:
             ready = dict(self._poller.poll())
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-                while self._calls:
-                    self._calls.popleft()()
+                self._make_calls()
             for rank, sock in list(self._sockets.items()):
                 if sock in ready:
                     self._receive(rank, sock)
                 if self._monitors[rank] in ready:
                     self._check(rank)
+        # `close` may have been called since the last look: what was posted before it is sent.
+        self._make_calls()
         for rank in list(self._sockets):
             self._lose(rank)
         self._context.term()
         os.close(self._wake)
+
+    def _make_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
 
     def _receive(self, rank: int, sock: zmq.Socket[bytes]) -> None:
         while True:

@@ -37,6 +37,7 @@ class Objects:
         self._infos = infos
         self._client: Any = None
         self._lock = threading.Lock()
+        self._pushed: dict[int, dict[str, Any]] = {}
 
     def apply(
         self, fn: Callable[..., Any], args: tuple[Any, ...], ranks: Sequence[int]
@@ -45,13 +46,24 @@ class Objects:
         return self._results(self._view(ranks).apply_async(fn, *args), ranks)
 
     def push(self, values: dict[str, Any], ranks: Sequence[int]) -> None:
-        """Set names on ranks; large tensors and arrays go through one file."""
+        """Set names on ranks; large tensors and arrays go through one file.
+
+        The values are remembered by reference, for `push_again`.
+        """
         if not is_on_one_host(self._infos()):
             self._results(self._view(ranks).push(values, block=False), ranks)
-            return
-        with transfer_directories(self._record) as directories:
-            stream, path = bulk.pack(values, directories, "client")
-            self.apply(bulk.set_names, (stream, path), ranks)
+        else:
+            with transfer_directories(self._record) as directories:
+                stream, path = bulk.pack(values, directories, "client")
+                self.apply(bulk.set_names, (stream, path), ranks)
+        for rank in ranks:
+            self._pushed.setdefault(rank, {}).update(values)
+
+    def push_again(self, rank: int) -> list[str]:
+        """Set on a new process of a rank what was pushed to the old one; return the names."""
+        if names := self._pushed.get(rank, {}):
+            self.push(names, [rank])
+        return sorted(names)
 
     def pull(self, name: str, ranks: Sequence[int]) -> dict[int, object]:
         """Return the value of a name by rank; large tensors and arrays go through files."""

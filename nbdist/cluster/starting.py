@@ -26,7 +26,7 @@ from nbdist.messages import (
 )
 from nbdist.runfiles import WorldRecord
 
-__all__ = ["Started", "start", "connect", "join_group", "ask"]
+__all__ = ["Started", "start", "connect", "join_group", "read_endpoint", "ask"]
 
 POLL_SECONDS = 0.01
 
@@ -48,7 +48,7 @@ def start(config: WorldConfig, tell: Callable[[str], None]) -> Started:
     """
     num_ranks = config.num_ranks or default_num_ranks()
     launcher = find_launcher(config.mpi_command)
-    processes = Processes(num_ranks, config, launcher)
+    processes = Processes.create(num_ranks, config, launcher)
     link: WorldLink | None = None
     try:
         tell(f"starting {num_ranks} ranks with {launcher.version}")
@@ -70,7 +70,7 @@ def connect(link: WorldLink, record: WorldRecord) -> list[RankInfo]:
     """Connect to the ranks of a running world and return who they are."""
     ranks = list(range(record.num_ranks))
     for rank in ranks:
-        endpoint = _endpoint(Path(record.directory), rank)
+        endpoint = read_endpoint(Path(record.directory), rank)
         if endpoint is None:
             raise RankLostError(
                 f"world {record.world_id} has no file for rank {rank}; it is still starting or "
@@ -103,7 +103,7 @@ def join_group(
     if missing := sorted(set(ranks) - set(answers)):
         raise RankLostError(
             f"generation {generation} of the process group was not made: rank {missing[0]} did "
-            "not answer; `%distributed stop`, then `%distributed start`",
+            "not answer; `%distributed heal` replaces it if its process is gone",
             ranks=tuple(missing),
         )
     return [answers[rank] for rank in ranks]
@@ -158,7 +158,8 @@ def _join_request(record: WorldRecord, generation: int, timeout_seconds: float) 
     )
 
 
-def _endpoint(directory: Path, rank: int) -> str | None:
+def read_endpoint(directory: Path, rank: int) -> str | None:
+    """Return where a rank listens; None while it has not said so."""
     path = directory / "ranks" / f"{rank}.json"
     if not path.exists():
         return None
@@ -173,7 +174,7 @@ def _connect_all(
     tell("waiting for MPI")
     while waiting:
         for rank in sorted(waiting):
-            if endpoint := _endpoint(processes.directory, rank):
+            if endpoint := read_endpoint(processes.directory, rank):
                 link.connect(rank, endpoint)
                 waiting.discard(rank)
         processes.check(stage)

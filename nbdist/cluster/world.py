@@ -14,6 +14,8 @@ from typing import Any
 from nbdist.cluster import names, objects, starting
 from nbdist.cluster.cell import CellResult, CellRun
 from nbdist.cluster.config import WorldConfig
+from nbdist.cluster.death import lost_error
+from nbdist.cluster.healing import Healing
 from nbdist.cluster.launch import Processes, end_world
 from nbdist.cluster.link import WorldLink
 from nbdist.cluster.names_table import NamesTable
@@ -25,7 +27,7 @@ from nbdist.runfiles import WorldRecord, find_world
 __all__ = ["World"]
 
 
-class World:
+class World(Healing):
     """Ranks that keep their variables between calls. Use as a context manager in scripts.
 
     Made by `World.start` or `World.attach`. Every method may be called from the client only;
@@ -148,7 +150,8 @@ class World:
         self, request: RunCell, timeout_seconds: float | None
     ) -> Generator[Message | None, None, None]:
         with self._lock:
-            if self._group_broken:
+            # Without its lost ranks there is no group to make; the others run what needs none.
+            if self._group_broken and not self._link.lost_ranks:
                 self._remake_group()
             run = CellRun(self._link, request, self._generation, timeout_seconds)
             self._running = request.cell_id
@@ -157,8 +160,8 @@ class World:
                 yield from run.events()
             finally:
                 self._running = ""
-                self._group_broken = run.group_aborted
-        run.raise_for_failure()
+                self._group_broken = self._group_broken or run.group_aborted
+        run.raise_for_failure(self._lost_error)
 
     def interrupt(self) -> None:
         """Stop the cell that runs on the ranks, whoever sent it; returns at once."""
@@ -239,22 +242,14 @@ class World:
         else:
             end_world(self.record)
 
-    def _remake_group(self) -> None:
-        self._generation += 1
-        self.infos = starting.join_group(
-            self._link, self.record, self._generation, WorldConfig().collective_timeout_seconds
-        )
-        self._group_broken = False
-
     def _check_alive(self, ranks: Sequence[int]) -> None:
         if not self.is_running:
             raise NoWorldError("this world has been stopped; start one: `%distributed start -n 2`")
         if lost := sorted(self._link.lost_ranks & set(ranks)):
-            raise RankLostError(
-                f"rank {', '.join(map(str, lost))} is wanted, but its process is gone; run on the "
-                "others with `-r`, or `%distributed stop` and `%distributed start`",
-                ranks=tuple(lost),
-            )
+            raise self._lost_error(lost, "rank {ranks} is wanted, but its process is gone")
+
+    def _lost_error(self, ranks: Sequence[int], text: str) -> RankLostError:
+        return lost_error(Path(self.record.directory), self.infos, ranks, text)
 
     def __enter__(self) -> World:
         return self

@@ -100,7 +100,13 @@ class AbortGroup(Message):
 
 @message("shutdown")
 class Shutdown(Message):
-    """Client to rank: end the process."""
+    """Client to rank: end the process.
+
+    Attributes:
+        exit_code: 0 when the world ends; another for a rank that is ended alone.
+    """
+
+    exit_code: int = 0
 
 
 @message("run")

@@ -15,6 +15,8 @@ COMMANDS = {
     "status": "show ranks, devices and what runs",
     "stop": "end the world and all its processes",
     "attach": "use a world that runs already",
+    "heal": "start a process for each rank that died; the others keep their variables",
+    "restart": "end ranks and start them anew; their variables go",
     "interrupt": "stop the cell that runs on the ranks",
     "push": "copy names from this notebook to the ranks",
     "pull": "copy a name from the ranks to this notebook",
@@ -96,7 +98,7 @@ def line_parser() -> argparse.ArgumentParser:
     made["who"].add_argument("pattern", nargs="?", help="such as x*; default: all names")
     logs = made["logs"]
     logs.add_argument("--tail", type=int, default=0, metavar="N", help="only the last N lines")
-    for name in ("push", "pull", "logs"):
+    for name in ("restart", "push", "pull", "logs"):
         _ranks(made[name])
     made["auto"].add_argument("state", choices=["on", "off"])
     return parser

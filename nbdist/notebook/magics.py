@@ -18,6 +18,7 @@ from nbdist.messages import Message
 from nbdist.notebook.arguments import COMMANDS, cell_parser, line_parser, parse
 from nbdist.notebook.auto import AutoMode
 from nbdist.notebook.complete import RankNames
+from nbdist.notebook.healed import replace_ranks
 from nbdist.notebook.render import CellView
 from nbdist.notebook.session import current_world, set_world
 from nbdist.notebook.tables import StageDisplay, say, show, show_status
@@ -129,6 +130,14 @@ class DistributedMagics(Magics):
         world.stop()
         set_world(None)
         say(f"world {world.world_id} has ended")
+
+    def _heal(self, _arguments: argparse.Namespace) -> None:
+        world = current_world()
+        replace_ranks(self._ip, world, world.heal)
+
+    def _restart(self, arguments: argparse.Namespace) -> None:
+        world = current_world()
+        replace_ranks(self._ip, world, lambda tell: world.restart(arguments.ranks, tell))
 
     def _interrupt(self, _arguments: argparse.Namespace) -> None:
         current_world().interrupt()

@@ -94,8 +94,8 @@ class StageDisplay:
         show(self._shell, bundle, self._id, update=self._shown)
         self._shown = True
 
-    def done(self, world: World) -> None:
+    def done(self, world: World, what: str = "started") -> None:
         """Show the ranks."""
         seconds = time.monotonic() - self._started
-        title = f"{_title(world, world.infos)}, started in {seconds:.1f} s"
+        title = f"{_title(world, world.infos)}, {what} in {seconds:.1f} s"
         show(self._shell, _bundle(title, _rows(world.infos, world)), self._id, update=self._shown)

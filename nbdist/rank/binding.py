@@ -6,7 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-__all__ = ["Place", "read_place", "Device", "bind_device"]
+__all__ = ["Place", "read_place", "take_place", "Device", "bind_device"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,14 @@ def read_place(expected_world_size: int) -> Place:
     return Place(
         rank=world.rank, world_size=world.size, local_rank=node.rank, host=socket.gethostname()
     )
+
+
+def take_place(rank: int, local_rank: int, world_size: int) -> Place:
+    """Return the place of a rank that has ended, for the process that replaces it.
+
+    MPI is left alone: this process is alone in an MPI world of its own, which user code may open.
+    """
+    return Place(rank=rank, world_size=world_size, local_rank=local_rank, host=socket.gethostname())
 
 
 def bind_device(local_rank: int) -> Device:

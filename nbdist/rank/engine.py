@@ -1,19 +1,16 @@
 """The process of one rank: an ipyparallel engine with nbdist's link and executor (rank).
 
-`python -m nbdist.rank.engine DIRECTORY WORLD_SIZE` is what the MPI launcher starts. What takes
-long runs side by side: torch is imported in a thread while MPI starts and the engine registers
-with its controller.
+`nbdist.rank.supervisor` calls `main` in a process of its own. What takes long runs side by side:
+torch is imported in a thread while MPI starts and the engine registers with its controller.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -29,7 +26,7 @@ from nbdist.messages import (
     Stage,
     StatusQuery,
 )
-from nbdist.rank.binding import Place, bind_device, read_place
+from nbdist.rank.binding import Place, bind_device, read_place, take_place
 from nbdist.rank.link import RankLink
 from nbdist.runfiles import write_json
 
@@ -147,17 +144,19 @@ class Rank:
         self.group.abort(message.generation)
 
     def _shutdown(self, message: Message) -> None:
-        del message
+        assert isinstance(message, Shutdown), message
         # gloo threads abort a process that ends by returning from main: leave without them.
-        os._exit(0)
+        os._exit(message.exit_code)
 
 
 def main() -> None:
     """Run a rank until it is told to end."""
-    _die_with_launcher()
     directory, world_size = Path(sys.argv[1]), int(sys.argv[2])
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
-    place = read_place(world_size)
+    if sys.argv[3:]:
+        place = take_place(int(sys.argv[3]), int(sys.argv[4]), world_size)
+    else:
+        place = read_place(world_size)
     keys = json.loads((directory / "keys.json").read_text())
     interface = os.environ.get("NBDIST_INTERFACE", "127.0.0.1")
     link = RankLink(
@@ -173,13 +172,3 @@ def main() -> None:
     from nbdist.rank.ipengine import run_engine
 
     run_engine(rank)
-
-
-def _die_with_launcher() -> None:
-    """Have the kernel end this process when the process that started it dies."""
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-    ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
-
-
-if __name__ == "__main__":
-    main()

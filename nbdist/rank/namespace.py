@@ -6,7 +6,17 @@ from typing import Any
 
 from nbdist.rank.binding import Place
 
-__all__ = ["Namespace"]
+__all__ = ["Namespace", "user_names"]
+
+
+def user_names() -> list[str]:
+    """Return the names that cells on this rank find, without IPython's own and private ones."""
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
+    assert shell is not None, "a rank has a shell before it takes calls"
+    hidden = shell.user_ns_hidden
+    return sorted(n for n in shell.user_ns if n not in hidden and not n.startswith("_"))
 
 
 class Namespace:

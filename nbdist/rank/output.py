@@ -8,6 +8,7 @@ milliseconds, sent once, and kept whole in the rank's log file.
 from __future__ import annotations
 
 import codecs
+import faulthandler
 import fcntl
 import io
 import os
@@ -41,6 +42,8 @@ class CellOutput:
         self._cell_id = ""
         self._seq = 0
         self._log = log_path.open("a", encoding="utf-8", errors="backslashreplace")
+        # When native code crashes, the log gets the Python stack; nobody is left to send it.
+        faulthandler.enable(self._log)
         link.flush_with(self.flush)
 
     def begin(self, cell_id: str) -> None:

@@ -1,6 +1,7 @@
 """The magics as a front end sees them: one real kernel, real ranks."""
 
 import subprocess
+import sys
 
 import psutil
 import pytest
@@ -200,7 +201,7 @@ def test_start_works_where_the_host_name_does_not_resolve(tmp_path):
         "    print(w.run('import torch, torch.distributed as d; x = torch.ones(1); "
         "d.all_reduce(x); print(int(x))').text)\n"
     )
-    command = f"hostname no-such-host.invalid && exec python -W ignore {script}"
+    command = f"hostname no-such-host.invalid && exec {sys.executable} -W ignore {script}"
     unshare = ["unshare", "--uts", "sh", "-c", command]
     if subprocess.run([*unshare[:2], "true"], check=False, capture_output=True).returncode:
         pytest.skip("unshare --uts needs privileges that this user has not")

@@ -1,0 +1,261 @@
+"""Replaces the ranks that are gone and leaves the others as they are (client)."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbdist.cluster import starting
+from nbdist.cluster.death import read_death, tell_deaths
+from nbdist.cluster.launch import Processes, Relaunch, log_tail
+from nbdist.cluster.link import WorldLink
+from nbdist.cluster.objects import Objects
+from nbdist.cluster.source import check_ranks
+from nbdist.errors import RankBusyError, StartError
+from nbdist.messages import RankInfo, Shutdown, Stage, StatusQuery
+from nbdist.runfiles import WorldRecord
+
+__all__ = ["Healed", "Healing"]
+
+START_SECONDS = 60.0
+POLL_SECONDS = 0.01
+ENDED_ALONE = 75  # exit code of a rank that is ended while the others go on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Healed:
+    """What `World.heal` has done.
+
+    Attributes:
+        deaths: how ranks that were lost had ended, in words.
+        pushed: names that this client had pushed to the rank and has pushed again, by rank.
+        gone: names that another rank has and the replaced one has no longer, by rank; None when
+            no rank was left to compare with.
+        seconds: how long it took.
+    """
+
+    deaths: dict[int, str]
+    pushed: dict[int, list[str]]
+    gone: dict[int, list[str]] | None
+    seconds: float
+
+
+class Healing:
+    """The part of `World` that replaces ranks."""
+
+    record: WorldRecord
+    infos: list[RankInfo]
+    last_heal: Healed | None = None
+    _link: WorldLink
+    _processes: Processes | None
+    _generation: int
+    _group_broken: bool
+    _objects: Objects
+    _lock: threading.Lock
+
+    def heal(self, on_stage: Callable[[str], None] | None = None) -> list[int]:
+        """Start a process for every lost rank; the others keep process and variables.
+
+        All ranks then join a new process group, which is verified. What this client had pushed
+        to a lost rank is pushed again, as it is now. `last_heal` tells what else is gone.
+
+        Args:
+            on_stage: is told in words what is done.
+
+        Returns:
+            The ranks that were replaced; empty when none was lost.
+
+        Raises:
+            RankBusyError: another rank runs a cell.
+            StartError: a process did not come up; the other ranks are as they were.
+        """
+        return self._replace((), on_stage)
+
+    def restart(
+        self,
+        ranks: Sequence[int] | str | None = None,
+        on_stage: Callable[[str], None] | None = None,
+    ) -> list[int]:
+        """End the processes of ranks, None for all, and start new ones as `heal` does."""
+        return self._replace(check_ranks(ranks, self.record.num_ranks), on_stage)
+
+    def _replace(self, ranks: Sequence[int], on_stage: Callable[[str], None] | None) -> list[int]:
+        self._check_alive(())
+        started = time.monotonic()
+        with self._lock:
+            _check_idle(self._link, self.record.num_ranks, ranks)
+            lost = sorted(self._link.lost_ranks)
+            deaths = tell_deaths(Path(self.record.directory), self.infos, lost)
+            _end_ranks(self._link, self.infos, ranks)
+            lost = sorted(self._link.lost_ranks)
+            if not lost:
+                return []
+            processes = self._processes or Processes.of(self.record)
+            tell = on_stage or (lambda _text: None)
+            _start_processes(processes, self._link, self.infos, lost, tell)
+            tell("making and verifying the process group")
+            self._remake_group()
+            pushed, gone = _restore_names(self._objects, lost, self.record.num_ranks)
+        self.last_heal = Healed(
+            deaths=deaths, pushed=pushed, gone=gone, seconds=time.monotonic() - started
+        )
+        return lost
+
+    def _check_alive(self, ranks: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def _remake_group(self) -> None:
+        """Have all ranks join the generation after the last that any of them knows."""
+        query = StatusQuery(query_id=uuid.uuid4().hex)
+        ranks = range(self.record.num_ranks)
+        answers = starting.ask(self._link, query, ranks, timeout_seconds=2.0)
+        known = [info.generation for info in answers.values()]
+        self._generation = max(self._generation, *known) + 1
+        timeout = self.record.settings.get("collective_timeout_seconds", 1800.0)
+        self.infos = starting.join_group(self._link, self.record, self._generation, timeout)
+        self._group_broken = False
+
+
+def _check_idle(link: WorldLink, num_ranks: int, but: Sequence[int]) -> None:
+    """Raise RankBusyError when a rank that stays cannot join a new group now."""
+    staying = sorted(set(range(num_ranks)) - link.lost_ranks - set(but))
+    answers = starting.ask(link, StatusQuery(query_id=uuid.uuid4().hex), staying, 2.0)
+    busy = [r for r in staying if r not in answers or answers[r].running_cell]
+    if busy:
+        raise RankBusyError(
+            "ranks were to be replaced, which needs the others to join a new process group, but "
+            f"rank {', '.join(map(str, busy))} runs a cell; wait, or `%distributed interrupt`"
+        )
+
+
+def _start_processes(
+    processes: Processes,
+    link: WorldLink,
+    infos: Sequence[RankInfo],
+    lost: Sequence[int],
+    tell: Callable[[str], None],
+) -> None:
+    """Start what is missing and wait until it is connected and registered."""
+    directory = processes.directory
+    places = {info.rank: info for info in infos}
+    absent = {r: places[r].local_rank for r in lost if not _is_replaced(directory, places[r])}
+    tell(f"starting a process for rank {', '.join(map(str, absent or lost))}")
+    launchers = processes.start_again(absent) if absent else []
+    deadline = time.monotonic() + START_SECONDS
+    _connect(directory, link, lost, launchers, deadline)
+    tell("waiting for its torch and its registration")
+    _wait_until_registered(directory, link, lost, launchers, deadline)
+
+
+def _end_ranks(link: WorldLink, infos: Sequence[RankInfo], ranks: Sequence[int]) -> None:
+    """End the processes of ranks, whatever they run, and wait until they are gone."""
+    going = set(ranks) - link.lost_ranks
+    for rank in going:
+        link.post(rank, Shutdown(exit_code=ENDED_ALONE))
+    for patience_seconds in (2.0, 2.0):
+        deadline = time.monotonic() + patience_seconds
+        while going - link.lost_ranks and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        # A process that is stopped or holds its lock in native code does not answer.
+        for info in infos:
+            if info.rank in going - link.lost_ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(info.pid, signal.SIGKILL)
+
+
+def _restore_names(
+    objects: Objects, lost: Sequence[int], num_ranks: int
+) -> tuple[dict[int, list[str]], dict[int, list[str]] | None]:
+    """Push again what was pushed to ranks; return these names, and those that stay gone."""
+    from nbdist.rank.namespace import user_names
+
+    pushed = {rank: objects.push_again(rank) for rank in lost}
+    alive = [rank for rank in range(num_ranks) if rank not in lost]
+    if not alive:
+        return pushed, None
+    present = dict(
+        zip([alive[0], *lost], objects.apply(user_names, (), [alive[0], *lost]), strict=True)
+    )
+    return pushed, {rank: sorted(set(present[alive[0]]) - set(present[rank])) for rank in lost}
+
+
+def _is_replaced(directory: Path, before: RankInfo) -> bool:
+    """Return whether another client has started a process for this rank; else make room."""
+    path = directory / "ranks" / f"{before.rank}.json"
+    if not path.exists():
+        return False
+    pid = json.loads(path.read_text())["pid"]
+    if pid != before.pid and read_death(directory, pid, patience_seconds=0.0) is None:
+        return True
+    path.unlink()
+    return False
+
+
+def _connect(
+    directory: Path,
+    link: WorldLink,
+    ranks: Sequence[int],
+    launchers: Sequence[Relaunch],
+    deadline: float,
+) -> None:
+    waiting = set(ranks)
+    while waiting:
+        for rank in sorted(waiting):
+            if endpoint := starting.read_endpoint(directory, rank):
+                link.connect(rank, endpoint)
+                waiting.discard(rank)
+        _check(directory, launchers, waiting, deadline)
+        if waiting:
+            time.sleep(POLL_SECONDS)
+
+
+def _wait_until_registered(
+    directory: Path,
+    link: WorldLink,
+    ranks: Sequence[int],
+    launchers: Sequence[Relaunch],
+    deadline: float,
+) -> None:
+    inbox: queue.SimpleQueue[Stage] = queue.SimpleQueue()
+    stop = link.subscribe(Stage, lambda _rank, event: inbox.put(event))  # type: ignore[arg-type]
+    try:
+        query = StatusQuery(query_id=uuid.uuid4().hex)
+        answers = starting.ask(link, query, ranks, max(0.0, deadline - time.monotonic()))
+        # A process that registered before this client was connected will not say so again.
+        waiting = {r for r in ranks if r not in answers or answers[r].engine_id < 0}
+        while waiting:
+            _check(directory, launchers, waiting | (link.lost_ranks & set(ranks)), deadline)
+            with suppress(queue.Empty):
+                event = inbox.get(timeout=0.1)
+                if event.text == "registered":
+                    waiting.discard(event.rank)
+    finally:
+        stop()
+
+
+def _check(
+    directory: Path, launchers: Sequence[Relaunch], waiting: set[int], deadline: float
+) -> None:
+    """Raise StartError when a new launcher has ended or the time is over."""
+    if not waiting:
+        return
+    ended = [entry for entry in launchers if entry.child.poll() is not None]
+    if not ended and time.monotonic() < deadline:
+        return
+    name = (ended or launchers)[0].name if launchers else "mpirun"
+    raise StartError(
+        f"a process for rank {min(waiting)} was started, but "
+        + (f"it ended with exit code {ended[0].child.returncode}" if ended else "it did not come")
+        + f" within {START_SECONDS:g} s; the other ranks are as they were; the log below says why",
+        stage="heal",
+        log=log_tail(directory / "logs" / f"{name}.log"),
+    )

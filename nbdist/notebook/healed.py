@@ -1,0 +1,52 @@
+"""What a notebook shows of replaced ranks (client)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nbdist.cluster.healing import Healed
+from nbdist.cluster.world import World
+from nbdist.notebook.tables import StageDisplay, say
+
+__all__ = ["replace_ranks", "summary"]
+
+MAX_NAMES = 8
+
+
+def replace_ranks(
+    shell: Any, world: World, replace: Callable[[Callable[[str], None]], list[int]]
+) -> None:
+    """Replace ranks and show the stages, the ranks, and which names are back and which gone.
+
+    `replace` is `World.heal`, or `World.restart` with its ranks; it is given what shows a stage.
+    """
+    display = StageDisplay(shell)
+    ranks = replace(display.stage)
+    if not ranks:
+        say(f"no rank of world {world.world_id} is lost; nothing was done")
+        return
+    display.done(world, f"rank {', '.join(map(str, ranks))} replaced")
+    assert world.last_heal is not None, "ranks were replaced"
+    say(summary(world.last_heal))
+
+
+def summary(healed: Healed) -> str:
+    """Return in words what became of the names of the replaced ranks."""
+    lines = [f"rank {rank} had died: {how}" for rank, how in sorted(healed.deaths.items())]
+    for text, by_rank in (
+        ("pushed again to", healed.pushed),
+        ("gone, while another rank has them, on", healed.gone or {}),
+    ):
+        for rank, names in sorted(by_rank.items()):
+            if names:
+                lines.append(f"{text} rank {rank}: {_joined(names)}")
+    if healed.gone is None:
+        lines.append("all ranks are new: what was not pushed again is gone")
+    lines.append("objects that were built over the old process group must be built again")
+    return "\n".join(lines)
+
+
+def _joined(names: list[str]) -> str:
+    rest = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
