@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from nbdist import keeper
 from nbdist.cluster import starting
 from nbdist.cluster.death import read_death, tell_deaths
 from nbdist.cluster.launch import Processes, Relaunch, log_tail
@@ -99,6 +100,8 @@ class Healing:
             lost = sorted(self._link.lost_ranks)
             if not lost:
                 return []
+            # Whatever stops this half-way: the next cell begins with a group of all ranks.
+            self._group_broken = True
             processes = self._processes or Processes.of(self.record)
             tell = on_stage or (lambda _text: None)
             _start_processes(processes, self._link, self.infos, lost, tell)
@@ -148,12 +151,19 @@ def _start_processes(
     directory = processes.directory
     places = {info.rank: info for info in infos}
     absent = {r: places[r].local_rank for r in lost if not _is_replaced(directory, places[r])}
+    gone = {rank: _known_pid(directory, rank) if rank in absent else -1 for rank in lost}
     tell(f"starting a process for rank {', '.join(map(str, absent or lost))}")
     launchers = processes.start_again(absent) if absent else []
     deadline = time.monotonic() + START_SECONDS
-    _connect(directory, link, lost, launchers, deadline)
-    tell("waiting for its torch and its registration")
-    _wait_until_registered(directory, link, lost, launchers, deadline)
+    try:
+        _connect(directory, link, gone, launchers, deadline)
+        tell("waiting for its torch and its registration")
+        _wait_until_registered(directory, link, lost, launchers, deadline)
+    except BaseException:
+        # Stopped or failed: a second process for a rank must never come up behind the next heal's.
+        pids = [entry.child.pid for entry in launchers]
+        keeper.end([[pid, keeper.start_ticks(pid)] for pid in pids])
+        raise
 
 
 def _end_ranks(link: WorldLink, infos: Sequence[RankInfo], ranks: Sequence[int]) -> None:
@@ -189,29 +199,30 @@ def _restore_names(
 
 
 def _is_replaced(directory: Path, before: RankInfo) -> bool:
-    """Return whether another client has started a process for this rank; else make room."""
-    path = directory / "ranks" / f"{before.rank}.json"
-    if not path.exists():
-        return False
-    pid = json.loads(path.read_text())["pid"]
-    if pid != before.pid and read_death(directory, pid, patience_seconds=0.0) is None:
-        return True
-    path.unlink()
-    return False
+    """Return whether another client has started a process for this rank."""
+    pid = _known_pid(directory, before.rank)
+    # Its supervisor looks at the rank's file before it reports: only then is there a new one.
+    read_death(directory, before.pid)
+    return pid != before.pid and keeper.start_ticks(pid) > 0
+
+
+def _known_pid(directory: Path, rank: int) -> int:
+    return int(json.loads((directory / "ranks" / f"{rank}.json").read_text())["pid"])
 
 
 def _connect(
     directory: Path,
     link: WorldLink,
-    ranks: Sequence[int],
+    gone: dict[int, int],
     launchers: Sequence[Relaunch],
     deadline: float,
 ) -> None:
-    waiting = set(ranks)
+    """Connect to ranks when their files tell of another process; `gone` is `{rank: old pid}`."""
+    waiting = set(gone)
     while waiting:
         for rank in sorted(waiting):
-            if endpoint := starting.read_endpoint(directory, rank):
-                link.connect(rank, endpoint)
+            if _known_pid(directory, rank) != gone[rank]:
+                link.connect(rank, str(starting.read_endpoint(directory, rank)))
                 waiting.discard(rank)
         _check(directory, launchers, waiting, deadline)
         if waiting:

@@ -31,6 +31,8 @@ from nbdist.runfiles import WorldRecord
 
 __all__ = ["Processes", "Relaunch", "log_tail", "end_world"]
 
+POLL_SECONDS = 0.01
+LAUNCHER_SECONDS = 0.1
 CONTROLLER_ARGS = [
     "--nodb",
     "--log-level=30",
@@ -122,6 +124,10 @@ class Processes:
         num_ranks = self.record.num_ranks
         started = []
         if len(local_ranks) == num_ranks:
+            # Nobody is left under the earlier launchers, which supervisors still hold.
+            old = [entry for entry in self.record.processes if entry != self.record.controller]
+            keeper.end(old)
+            self.record.processes = [self.record.controller]
             child = self._spawn("mpirun", self._mpi.arguments(num_ranks, self._program()))
             started.append(Relaunch("mpirun", child))
         else:
@@ -219,10 +225,8 @@ class Processes:
     def stop(self, patience_seconds: float) -> None:
         """End the processes and remove the directory; waits for the ranks a moment first."""
         self.record.refresh()
-        deadline = time.monotonic() + patience_seconds
-        for launcher in [*self._children[:1], *self._children[2:]]:
-            with suppress(subprocess.TimeoutExpired):
-                launcher.wait(max(0.0, deadline - time.monotonic()))
+        if patience_seconds:
+            self._wait_for_ranks(time.monotonic() + patience_seconds)
         keeper.end(self.record.processes)
         for child in self._children:
             child.wait(5)
@@ -232,6 +236,20 @@ class Processes:
             if self._keeper.stdin is not None:
                 self._keeper.stdin.close()
         self.record.remove_files()
+
+    def _wait_for_ranks(self, deadline: float) -> None:
+        """Wait until the ranks have ended, and a moment for their launchers to see it."""
+        pids = [
+            int(json.loads(path.read_text())["pid"])
+            for path in (self.directory / "ranks").glob("[0-9]*.json")
+        ]
+        while any(map(keeper.start_ticks, pids)) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        # A launcher may still hold supervisors of ranks that died: it is not waited for.
+        deadline = time.monotonic() + LAUNCHER_SECONDS
+        for launcher in [*self._children[:1], *self._children[2:]]:
+            with suppress(subprocess.TimeoutExpired):
+                launcher.wait(max(0.0, deadline - time.monotonic()))
 
 
 @dataclass(frozen=True, slots=True)

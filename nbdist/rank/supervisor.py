@@ -20,6 +20,7 @@ from nbdist.runfiles import write_json
 __all__ = ["main"]
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+ARGUMENTS_OF_FIRST = 3  # of a rank that MPI tells its place
 
 
 def main() -> None:
@@ -62,13 +63,13 @@ def _die_with(parent: int) -> None:
 def _leave(code: int, *, was_rank: bool) -> None:
     """End as the child did, so that a launcher of ranks that never came up ends as well.
 
-    A rank that had been at work must not take the others along. Open MPI leaves them alone if this
-    process ends in peace. Hydra, MPICH's launcher, ends all ranks when the connection of one to it
-    closes: this process holds it open until the launcher ends.
+    A rank that had been at work must not take the others along, and launchers end all of their
+    ranks for one: Hydra (MPICH) when its connection closes, Open MPI when an exit code is not 0.
+    So this process stays until the launcher ends. A launcher with no other ranks is let go.
     """
     if code and not was_rank:
         os._exit(code if code > 0 else 128 - code)
-    if code and "PMI_FD" in os.environ:
+    if code and len(sys.argv) == ARGUMENTS_OF_FIRST:
         signal.pause()
     os._exit(0)
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from nbdist import World, runfiles
-from nbdist.errors import RankBusyError, RankLostError, RemoteCellError
+from nbdist.errors import RankBusyError, RankLostError, RemoteCellError, StartError
 from nbdist.messages import RankStream
 
 # Every all_reduce of the values rank + 1 has an exact sum in float32.
@@ -133,6 +133,38 @@ def test_pushed_names_come_back_and_lost_ones_are_named(own_world):
         assert own_world.last_heal.pushed == {1: ["everywhere", "only_there"]}
         assert own_world.last_heal.gone == {1: ["only_here", "trained"]}
         assert own_world.last_heal.deaths == {1: "killed by SIGKILL"}
+    assert total_of(own_world) == {3}
+
+
+@pytest.mark.parametrize("at", ["starting", "waiting"])
+def test_heal_that_is_stopped_leaves_no_second_process(own_world, at):
+    kill(own_world, 1)
+
+    def interrupt(text):
+        if text.startswith(at):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        own_world.heal(interrupt)
+    wait_until_lost(own_world, 1)
+    assert own_world.heal() == [1]
+    assert total_of(own_world) == {3}
+    launchers = [p for p, _ in own_world.record.processes[2:] if psutil.pid_exists(int(p))]
+    assert len(launchers) == 1
+
+
+def test_replacement_that_does_not_start_names_its_log_and_can_be_tried_again(own_world):
+    own_world.run(f"kept = 1\n{SUM}")
+    kill(own_world, 1)
+    keys = Path(own_world.record.directory) / "keys.json"
+    text = keys.read_text()
+    keys.write_text("{}")
+    with pytest.raises(StartError, match=r"process for rank 1 was started, but it ended") as error:
+        own_world.heal()
+    assert "KeyError: 'public'" in error.value.log
+    keys.write_text(text)
+    assert own_world.run("print(kept)", ranks=[0]).text[0] == "1\n"
+    assert own_world.heal() == [1]
     assert total_of(own_world) == {3}
 
 

@@ -1,7 +1,6 @@
 """The parent of a rank reports its end, and ends with whatever has started it."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,10 +11,11 @@ import pytest
 # A stand-in for the rank: `main` of the engine, that tells its pid and does as it is told.
 SCRIPT = """
 import sys, types, os
+act = sys.argv.pop()
 engine = types.ModuleType("nbdist.rank.engine")
 def main():
     print(os.getpid(), flush=True)
-    exec(sys.argv[3])
+    exec(act)
 engine.main = main
 sys.modules["nbdist.rank.engine"] = engine
 from nbdist.rank import supervisor
@@ -23,15 +23,14 @@ supervisor.main()
 """
 
 
-def start(directory, act, **environment):
+def start(directory, act, *place):
     (directory / "ranks").mkdir()
     child = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(directory), "2", act],
+        [sys.executable, "-c", SCRIPT, str(directory), "2", *place, act],
         stdout=subprocess.PIPE,
         stdin=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, **environment},
     )
     return child, int(child.stdout.readline())
 
@@ -62,16 +61,8 @@ def test_supervisor_reports_signal_and_code_and_ends_alike(tmp_path, act, signum
     assert found["num_oom_kills"] >= 0
 
 
-def test_supervisor_of_a_rank_that_was_at_work_ends_in_peace(tmp_path):
+def test_supervisor_of_a_rank_among_others_stays_with_its_launcher(tmp_path):
     child, pid = start(tmp_path, "input(); os._exit(3)")
-    (tmp_path / "ranks" / "1.json").write_text(json.dumps({"rank": 1, "pid": pid}))
-    child.communicate("\n", timeout=20)
-    assert report(tmp_path, pid)["code"] == 3
-    assert child.returncode == 0
-
-
-def test_supervisor_under_hydra_holds_its_connection_open(tmp_path):
-    child, pid = start(tmp_path, "input(); os._exit(3)", PMI_FD="9")
     (tmp_path / "ranks" / "1.json").write_text(json.dumps({"rank": 1, "pid": pid}))
     with pytest.raises(subprocess.TimeoutExpired):
         child.communicate("\n", timeout=1)
@@ -79,6 +70,14 @@ def test_supervisor_under_hydra_holds_its_connection_open(tmp_path):
     child.terminate()
     child.communicate(timeout=5)
     assert child.returncode == -signal.SIGTERM
+
+
+def test_supervisor_of_a_rank_alone_ends_in_peace(tmp_path):
+    child, pid = start(tmp_path, "input(); os._exit(3)", "1", "1")
+    (tmp_path / "ranks" / "1.json").write_text(json.dumps({"rank": 1, "pid": pid}))
+    child.communicate("\n", timeout=20)
+    assert report(tmp_path, pid)["code"] == 3
+    assert child.returncode == 0
 
 
 def test_rank_ends_with_its_supervisor(tmp_path):
