@@ -42,7 +42,7 @@ class World(Healing):
         self._processes: Processes | None = None
         self._generation = max(info.generation for info in ranks)
         self._group_broken = False
-        self._running: str = ""
+        self._run: CellRun | None = None
         self._lock = threading.Lock()
         self._objects = objects.Objects(record, lambda: self.infos)
         self.is_running = True
@@ -156,19 +156,24 @@ class World(Healing):
                 self._remake_group()
             watch = Watch(self._link, request, self.num_ranks)
             run = CellRun(self._link, request, self._generation, timeout_seconds, watch)
-            self._running = request.cell_id
+            self._run = run
             try:
                 run.start()
                 yield from run.events()
             finally:
-                self._running = ""
+                self._run = None
                 self._group_broken = self._group_broken or run.group_aborted
         run.raise_for_failure(self._lost_error)
 
     def interrupt(self) -> None:
-        """Stop the cell that runs on the ranks, whoever sent it; returns at once."""
-        running = {info.running_cell for info in self.status()} | {self._running}
-        for cell_id in running - {""}:
+        """Stop the cell that runs on the ranks, whoever sent it; returns at once.
+
+        A cell of this client ends as KeyboardInterrupt in the thread that runs it.
+        """
+        if (run := self._run) is not None:
+            run.stop()
+            return
+        for cell_id in {info.running_cell for info in self.status()} - {""}:
             for rank in set(range(self.num_ranks)) - self._link.lost_ranks:
                 self._link.post(rank, Interrupt(cell_id=cell_id))
 
