@@ -82,7 +82,7 @@ class Checker:
         directory: the world's private directory.
         rank: this rank.
         generation: returns the group's generation; negative while there is no group to watch.
-        cell_number: returns the number of the cell that a file name stands for, or None.
+        cell_numbers: returns the numbers of the cells that file names stand for.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Checker:
         directory: Path,
         rank: int,
         generation: Callable[[], int],
-        cell_number: Callable[[str], int | None],
+        cell_numbers: Callable[[], dict[str, int]],
     ) -> None:
         import torch
 
@@ -99,7 +99,7 @@ class Checker:
         self._log = CallLog(self._ranks_directory / f"{rank}.calls", writable=True)
         self._peers: dict[int, CallLog] = {}
         self._generation = generation
-        self._cell_number = cell_number
+        self._cell_numbers = cell_numbers
         self._lock = threading.Lock()
         self._groups: weakref.WeakKeyDictionary[Any, _Group | None] = weakref.WeakKeyDictionary()
         self._made: collections.Counter[str] = collections.Counter()
@@ -196,8 +196,9 @@ class Checker:
 
     def place_of(self, frame: FrameType | None) -> tuple[int, int]:
         """Return the cell number and line of the innermost frame that a cell has made."""
+        numbers = self._cell_numbers()
         while frame is not None:
-            number = self._cell_number(frame.f_code.co_filename)
+            number = numbers.get(frame.f_code.co_filename)
             if number is not None:
                 return number, frame.f_lineno
             frame = frame.f_back

@@ -65,10 +65,11 @@ class Executor:
         """The id of the cell that runs; empty when idle."""
         return self._current
 
-    def cell_number(self, file_name: str) -> int | None:
-        """Return the number of the cell whose code has this file name, if any."""
+    @property
+    def cell_numbers(self) -> dict[str, int]:
+        """The number of the cell that each file name of a cell's code stands for."""
         numbers: dict[str, int] = self._shell.compile._filename_map
-        return numbers.get(file_name)
+        return numbers
 
     def _accept(self, message: Message) -> None:
         """Take a cell, or say which one runs (control thread)."""

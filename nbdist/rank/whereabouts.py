@@ -27,7 +27,7 @@ def watch_collectives(directory: Path, link: RankLink, group: Group, executor: E
     """Check this rank's collectives and answer where it is, unless that is switched off."""
     if os.environ.get("NBDIST_COLLECTIVE_CHECK") == "0":
         return
-    checker = Checker(directory, link.rank, lambda: group.generation, executor.cell_number)
+    checker = Checker(directory, link.rank, lambda: group.generation, lambda: executor.cell_numbers)
     install(checker)
     Whereabouts(link, checker, lambda: executor.running_cell)
 
