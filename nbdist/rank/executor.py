@@ -27,6 +27,9 @@ __all__ = ["Executor"]
 _RUN_CODE = InteractiveShell.run_code.__code__
 _libc = ctypes.CDLL(None)
 
+RETRY_SECONDS = 0.05
+IMPORT_SECONDS = 5.0
+
 
 class Executor:
     """The rank's only way to run a user's cell.
@@ -54,6 +57,7 @@ class Executor:
         self._current = ""
         self._task: asyncio.Task[None] | None = None
         self._interrupted = False
+        self._put_off_until = 0.0
         # IPython's hook point for front ends.
         shell._showtraceback = self._show_traceback  # type: ignore[method-assign,assignment]
         signal.signal(signal.SIGINT, self._on_sigint)
@@ -164,13 +168,16 @@ class Executor:
             if self._current != message.cell_id:
                 return
             self._interrupted = True
-        main = threading.main_thread().ident
-        assert main is not None, "the main thread has started"
-        signal.pthread_kill(main, signal.SIGINT)
+        self._put_off_until = time.monotonic() + IMPORT_SECONDS
+        _signal_main_thread()
 
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
         del signum
         if not self._current or not self._interrupted:
+            return
+        if _is_importing(frame) and time.monotonic() < self._put_off_until:
+            # A module that is half imported stays broken for the rest of the process.
+            threading.Timer(RETRY_SECONDS, _signal_main_thread).start()
             return
         while frame is not None:
             if frame.f_code is _RUN_CODE:
@@ -179,3 +186,17 @@ class Executor:
         if self._task is not None:
             # The loop may be asleep: only this form wakes it.
             self._loop.call_soon_threadsafe(self._task.cancel)
+
+
+def _signal_main_thread() -> None:
+    main = threading.main_thread().ident
+    assert main is not None, "the main thread has started"
+    signal.pthread_kill(main, signal.SIGINT)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not _RUN_CODE:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False

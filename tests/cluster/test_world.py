@@ -165,6 +165,15 @@ def test_interrupt_from_another_thread_stops_the_cell(world, source):
     assert world.run("print('next')").text == {0: "next\n", 1: "next\n"}
 
 
+def test_interrupt_during_an_import_leaves_the_module_whole(world, tmp_path):
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(1.0)\ndone = True\n")
+    world.run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
+    threading.Timer(0.4, world.interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        world.run("import slow_to_import\nwhile True: pass")
+    assert world.run("print(sys.modules['slow_to_import'].done)").text[0] == "True\n"
+
+
 def test_apply_runs_closures_and_returns_in_rank_order(world):
     factor = 3
     world.run("base = rank")
