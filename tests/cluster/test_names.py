@@ -7,7 +7,6 @@ import time
 import pytest
 
 from nbdist.cluster.names import ask_names
-from nbdist.errors import RemoteCellError
 from nbdist.messages import CompleteQuery, InspectQuery
 
 MAKE_NAMES = (
@@ -51,7 +50,7 @@ def busy_world(world):
             for event in world.stream(source):
                 if event is not None:
                     running.set()
-        except RemoteCellError as error:
+        except KeyboardInterrupt as error:
             errors.append(error)
 
     thread = threading.Thread(target=run)

@@ -95,7 +95,7 @@ def test_replica_stop_frees_its_thread_and_weights_and_unhooks_the_rank(model, t
     router = Router(one_rank)
     running = router.submit("fox", temperature=0.0, max_new_tokens=90)
     resident = weakref.ref(
-        next(o for o in gc.get_objects() if isinstance(o, DecoderLM) and o is not model)
+        next(o for o in gc.get_objects() if type(o) is DecoderLM and o is not model)
     )
 
     replica.stop()
