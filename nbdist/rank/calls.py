@@ -11,10 +11,10 @@ import mmap
 import os
 import struct
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Self
 
-__all__ = ["Call", "CallLog", "ANY", "NUM_SLOTS"]
+__all__ = ["Call", "CallLog", "What", "pack_head", "ANY", "NUM_SLOTS"]
 
 ANY = -1
 """Stands for "not known, or need not be equal" in `numel`, `root` and `reduction`."""
@@ -22,58 +22,93 @@ ANY = -1
 NUM_SLOTS = 2048
 MAX_DIMS = 4
 
-# group, number | what must match | where, when, shape
-_MATCH = struct.Struct("<HHhxxqi")
-_BODY = struct.Struct("<QQ" + _MATCH.format[1:] + "xxxxIIdB7x" + f"{MAX_DIMS}q")
+# group, number, op, dtype, reduction, numel, root | cell, line, dimensions, shape
+_HEAD = struct.Struct("<QQHHhxxqi")
+_TAIL = struct.Struct(f"<IIB7x{MAX_DIMS}q")
 _CRC = struct.Struct("<I")
-_LEFT = _BODY.size + _CRC.size
-_SIZE = (_LEFT + 1 + 15) // 16 * 16
+_BODY = _HEAD.size + _TAIL.size
+_USED = _BODY + _CRC.size
+_SIZE = (_USED + 15) // 16 * 16
 _KEY = struct.Struct("<QQ")
 _READ_TRIES = 100
+_NO_DIMS = (0,) * MAX_DIMS
+
+pack_head = _HEAD.pack
+"""Makes a `Call.head` from the arguments of `Call.of`, in their order up to `root`."""
 
 
-@dataclass(slots=True)
-class Call:
+class Call(NamedTuple):
     """One call of a collective on one rank.
 
     Attributes:
-        group: id of the group, equal on all its ranks and unlike any other group's.
-        number: counts the calls of the group from 1.
-        op: index of the operation's name.
-        dtype: index of the element type; 0 for none.
-        reduction: code of the reduction, or ANY.
-        numel: number of elements that all ranks must agree on, or ANY.
-        root: global rank of the source or destination, or ANY.
+        head: what is compared, packed: equal heads are calls that match.
         cell: number of the notebook cell that called; 0 when no cell did.
         line: line in that cell, counted from 1.
-        entered_at: seconds since the epoch.
         shape: of the tensor; the first four dimensions.
-        left: the call has returned or raised.
     """
+
+    head: bytes
+    cell: int
+    line: int
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        group: int,
+        number: int,
+        op: int,
+        *,
+        dtype: int = 0,
+        reduction: int = ANY,
+        numel: int = ANY,
+        root: int = ANY,
+        cell: int = 0,
+        line: int = 0,
+        shape: tuple[int, ...] = (),
+    ) -> Self:
+        """Make a call.
+
+        Args:
+            group: id of the group, equal on all its ranks and unlike any other group's.
+            number: counts the calls of the group from 1.
+            op: index of the operation's name.
+            dtype: index of the element type; 0 for none.
+            reduction: code of the reduction, or ANY.
+            numel: number of elements that all ranks must agree on, or ANY.
+            root: global rank of the source or destination, or ANY.
+            cell: as the attribute.
+            line: as the attribute.
+            shape: as the attribute.
+        """
+        head = pack_head(group, number, op, dtype, reduction, numel, root)
+        return cls(head, cell, line, shape)
+
+    @property
+    def what(self) -> What:
+        """The fields of `head`."""
+        return What(*_HEAD.unpack(self.head))
+
+    def matches(self, other: Call) -> bool:
+        """Return whether two ranks may make these calls as one collective."""
+        if self.head == other.head:
+            return True
+        mine, theirs = self.what, other.what
+        if mine.op != theirs.op or (mine.dtype != theirs.dtype and mine.dtype and theirs.dtype):
+            return False
+        return all(a == b or ANY in (a, b) for a, b in zip(mine[4:], theirs[4:], strict=True))
+
+
+class What(NamedTuple):
+    """What a call is, as `Call.of` takes it."""
 
     group: int
     number: int
     op: int
-    dtype: int = 0
-    reduction: int = ANY
-    numel: int = ANY
-    root: int = ANY
-    cell: int = 0
-    line: int = 0
-    entered_at: float = 0.0
-    shape: tuple[int, ...] = ()
-    left: bool = False
-
-    def matches(self, other: Call) -> bool:
-        """Return whether two ranks may make these calls as one collective."""
-        if self.op != other.op or (self.dtype != other.dtype and self.dtype and other.dtype):
-            return False
-        pairs = (
-            (self.reduction, other.reduction),
-            (self.numel, other.numel),
-            (self.root, other.root),
-        )
-        return all(mine == theirs or ANY in (mine, theirs) for mine, theirs in pairs)
+    dtype: int
+    reduction: int
+    numel: int
+    root: int
 
 
 class CallLog:
@@ -103,74 +138,45 @@ class CallLog:
 
     def write(self, call: Call) -> None:
         """Store a call."""
-        dims = (*call.shape[:MAX_DIMS], *(0,) * (MAX_DIMS - len(call.shape)))
-        body = _BODY.pack(
-            call.group,
-            call.number,
-            call.op,
-            call.dtype,
-            call.reduction,
-            call.numel,
-            call.root,
-            call.cell,
-            call.line,
-            call.entered_at,
-            min(len(call.shape), 255),
-            *dims,
-        )
-        at = _slot(call.group, call.number)
-        self._map[at : at + _LEFT + 1] = body + _CRC.pack(zlib.crc32(body)) + b"\0"
+        shape = call.shape
+        dims = (*shape, *_NO_DIMS)[:MAX_DIMS]
+        body = call.head + _TAIL.pack(call.cell, call.line, min(len(shape), 255), *dims)
+        at = _slot(call.head)
+        self._map[at : at + _USED] = body + _CRC.pack(zlib.crc32(body))
 
-    def mark_left(self, call: Call) -> None:
-        """Note that a call has ended, unless its slot holds another one by now."""
-        at = _slot(call.group, call.number)
-        if self._map[at : at + _KEY.size] == _KEY.pack(call.group, call.number):
-            self._map[at + _LEFT] = 1
+    def differs(self, call: Call) -> bool:
+        """Return whether this rank's call of the same group and number is known not to match."""
+        at = _slot(call.head)
+        # An equal head needs no checksum: if it is not whole yet, its writer reads ours next.
+        if self._map[at : at + _HEAD.size] == call.head:
+            return False
+        other = self.read(*_KEY.unpack_from(call.head))
+        return other is not None and not call.matches(other)
 
     def read(self, group: int, number: int) -> Call | None:
         """Return a call, or None when this rank has not made it (or long ago)."""
-        at = _slot(group, number)
+        at = (group + number) % NUM_SLOTS * _SIZE
         key = _KEY.pack(group, number)
         for _ in range(_READ_TRIES):
             if self._map[at : at + _KEY.size] != key:
                 return None
-            call = self._decode(at)
-            if call is not None:
+            if (call := self._decode(at)) is not None:
                 return call
         return None
 
-    def last(self, count: int) -> list[Call]:
-        """Return the newest calls of this rank, newest last."""
-        calls = [self._decode(at) for at in range(0, NUM_SLOTS * _SIZE, _SIZE)]
-        known = [call for call in calls if call is not None]
-        return sorted(known, key=lambda call: call.entered_at)[-count:]
-
     def _decode(self, at: int) -> Call | None:
-        raw = self._map[at : at + _LEFT + 1]
-        body = raw[: _BODY.size]
-        (group, number, op, dtype, reduction, numel, root, cell, line, entered_at, num_dims,
-         *dims) = _BODY.unpack(body)  # fmt: skip
-        if not number or _CRC.unpack_from(raw, _BODY.size)[0] != zlib.crc32(body):
+        raw = self._map[at : at + _USED]
+        body = raw[:_BODY]
+        cell, line, num_dims, *dims = _TAIL.unpack_from(body, _HEAD.size)
+        if _CRC.unpack_from(raw, _BODY)[0] != zlib.crc32(body):
             return None
-        return Call(
-            group=group,
-            number=number,
-            op=op,
-            dtype=dtype,
-            reduction=reduction,
-            numel=numel,
-            root=root,
-            cell=cell,
-            line=line,
-            entered_at=entered_at,
-            shape=tuple(dims[:num_dims]),
-            left=bool(raw[_LEFT]),
-        )
+        return Call(body[: _HEAD.size], cell, line, tuple(dims[:num_dims]))
 
     def close(self) -> None:
         """Unmap the file."""
         self._map.close()
 
 
-def _slot(group: int, number: int) -> int:
-    return (group + number) % NUM_SLOTS * _SIZE
+def _slot(head: bytes) -> int:
+    group, number = _KEY.unpack_from(head)
+    return int(group + number) % NUM_SLOTS * _SIZE

@@ -17,10 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from nbdist.errors import CollectiveMismatchError
-from nbdist.rank.calls import ANY, Call, CallLog
+from nbdist.rank.calls import ANY, Call, CallLog, pack_head
 
 __all__ = ["Checker", "Seen", "Wait", "OPS", "REDUCTIONS"]
 
@@ -75,13 +77,19 @@ class Wait(NamedTuple):
     since: float
 
 
+class HasGeneration(Protocol):
+    """What the checker needs of the rank's `Group`."""
+
+    generation: int
+
+
 class Checker:
     """Logs this rank's calls and compares them with those of its peers.
 
     Args:
         directory: the world's private directory.
         rank: this rank.
-        generation: returns the group's generation; negative while there is no group to watch.
+        default_group: of this rank; nothing is watched while its generation is negative.
         cell_numbers: returns the numbers of the cells that file names stand for.
     """
 
@@ -89,19 +97,17 @@ class Checker:
         self,
         directory: Path,
         rank: int,
-        generation: Callable[[], int],
+        default_group: HasGeneration,
         cell_numbers: Callable[[], dict[str, int]],
     ) -> None:
-        import torch
-
         self.rank = rank
         self._ranks_directory = directory / "ranks"
         self._log = CallLog(self._ranks_directory / f"{rank}.calls", writable=True)
         self._peers: dict[int, CallLog] = {}
-        self._generation = generation
+        self._default_group = default_group
         self._cell_numbers = cell_numbers
         self._lock = threading.Lock()
-        self._groups: weakref.WeakKeyDictionary[Any, _Group | None] = weakref.WeakKeyDictionary()
+        self._groups: dict[int, tuple[weakref.ref[Any], _Group | None]] = {}
         self._made: collections.Counter[str] = collections.Counter()
         self._main = threading.main_thread().ident
         self._waiting: Wait | None = None
@@ -112,7 +118,7 @@ class Checker:
         dtypes = {str(v).removeprefix("torch."): v for v in vars(torch).values()
                   if isinstance(v, torch.dtype)}  # fmt: skip
         self._dtype_names = ("", *sorted(dtypes))
-        self._dtype_index = {dtypes[n]: i for i, n in enumerate(self._dtype_names) if n}
+        self._dtypes = {dtypes[n]: i for i, n in enumerate(self._dtype_names) if n}
 
     def enter(self, seen: Seen) -> Wait | None:
         """Log a call and compare it; None when it is of no group that is watched.
@@ -125,31 +131,22 @@ class Checker:
             return None
         cell, line = self.place_of(sys._getframe(2))
         tensor = seen.tensor
-        call = Call(
-            group=group.key ^ seen.peer_to_peer,
-            number=0,
-            op=_OP_INDEX[seen.op],
-            dtype=0 if tensor is None else self._dtype_index.get(tensor.dtype, 0),
-            reduction=seen.reduction,
-            numel=seen.numel,
-            root=seen.root,
-            cell=cell,
-            line=line,
-            entered_at=time.time(),
-            shape=() if tensor is None else tuple(tensor.shape),
-        )
-        wait = Wait(call, group, seen.peer_to_peer, time.monotonic())
+        dtype, shape = (0, ()) if tensor is None else (self._dtypes[tensor.dtype], tensor.shape)
+        op, peer_to_peer = _OP_INDEX[seen.op], seen.peer_to_peer
         # Giving the lock back is also the barrier between this store and the loads of `_compare`.
         with self._lock:
-            if seen.peer_to_peer:
-                group.num_messages += 1
-                call.number = group.num_messages
+            if peer_to_peer:
+                group.num_messages = number = group.num_messages + 1
             else:
-                group.count += 1
-                call.number = group.count
+                group.count = number = group.count + 1
+            head = pack_head(
+                group.key ^ peer_to_peer, number, op, dtype, seen.reduction, seen.numel, seen.root
+            )
+            call = Call(head, cell, line, shape)
             self._log.write(call)
-        if not seen.peer_to_peer:
+        if not peer_to_peer:
             self._compare(call, group)
+        wait = Wait(call, group, peer_to_peer, time.monotonic())
         if threading.get_ident() == self._main:
             self._waiting = wait
         return wait
@@ -158,7 +155,6 @@ class Checker:
         """Note that a call has ended; what goes on behind it is remembered weakly."""
         if self._waiting is wait:
             self._waiting = None
-        self._log.mark_left(wait.call)
         if functional:
             self._functional = wait
         elif result is not None and hasattr(result, "is_completed"):
@@ -192,7 +188,8 @@ class Checker:
     def counts(self) -> dict[str, int]:
         """Return how many collectives this rank has called, by group (any thread)."""
         with self._lock:
-            return {f"{g.key:x}": g.count for g in self._groups.values() if g is not None}
+            groups = [group for made, group in self._groups.values() if made() is not None]
+            return {f"{group.key:x}": group.count for group in groups if group is not None}
 
     def place_of(self, frame: FrameType | None) -> tuple[int, int]:
         """Return the cell number and line of the innermost frame that a cell has made."""
@@ -206,26 +203,28 @@ class Checker:
 
     def describe(self, call: Call) -> str:
         """Return a call in words, such as `all_reduce(sum) of float32 [8]`."""
-        op = OPS[call.op]
+        what = call.what
+        op = OPS[what.op]
         arguments = []
-        if 0 <= call.reduction < len(REDUCTIONS):
-            arguments.append(REDUCTIONS[call.reduction])
-        if call.root != ANY and op in _ROOT_NAMES:
-            arguments.append(f"{_ROOT_NAMES[op]}={call.root}")
+        if 0 <= what.reduction < len(REDUCTIONS):
+            arguments.append(REDUCTIONS[what.reduction])
+        if what.root != ANY and op in _ROOT_NAMES:
+            arguments.append(f"{_ROOT_NAMES[op]}={what.root}")
         text = f"{op}({', '.join(arguments)})" if arguments else op
-        if call.dtype:
-            text += f" of {self._dtype_names[call.dtype]} {list(call.shape)}"
+        if what.dtype:
+            text += f" of {self._dtype_names[what.dtype]} {list(call.shape)}"
         return text
 
     def _group(self, process_group: Any) -> _Group | None:
-        if self._generation() < 0 or process_group is None:
+        if process_group is None or self._default_group.generation < 0:
             return None
-        try:
-            return self._groups[process_group]
-        except KeyError:
-            with self._lock:
-                made = self._groups[process_group] = self._know(process_group)
-                return made
+        known = self._groups.get(id(process_group))
+        if known is not None and known[0]() is process_group:
+            return known[1]
+        with self._lock:
+            made = self._know(process_group)
+            self._groups[id(process_group)] = (weakref.ref(process_group), made)
+            return made
 
     def _know(self, process_group: Any) -> _Group | None:
         """Return what identifies a group; ranks that meet in a group have named it alike."""
@@ -234,7 +233,7 @@ class Checker:
         if c10d.get_backend(process_group) == "fake":
             return None
         ranks = tuple(c10d.get_process_group_ranks(process_group))
-        identity = f"{self._generation()} {process_group.group_name} {ranks}"
+        identity = f"{self._default_group.generation} {process_group.group_name} {ranks}"
         nth = self._made[identity]
         self._made[identity] += 1
         digest = hashlib.blake2b(f"{identity} {nth}".encode(), digest_size=8).digest()
@@ -248,16 +247,11 @@ class Checker:
         )
 
     def _compare(self, call: Call, group: _Group) -> None:
-        different = False
-        theirs: dict[int, Call] = {}
+        peers = self._peers
         for rank in group.peers:
-            log = self._peers.get(rank) or self._open(rank)
-            other = log.read(call.group, call.number) if log is not None else None
-            if other is not None:
-                theirs[rank] = other
-                different = different or not call.matches(other)
-        if different:
-            raise CollectiveMismatchError(self._difference(call, group, theirs))
+            log = peers.get(rank) or self._open(rank)
+            if log is not None and log.differs(call):
+                raise CollectiveMismatchError(self._difference(call, group))
 
     def _open(self, rank: int) -> CallLog | None:
         try:
@@ -266,15 +260,19 @@ class Checker:
             return None  # on another host, or not yet of full size
         return log
 
-    def _difference(self, call: Call, group: _Group, theirs: dict[int, Call]) -> str:
+    def _difference(self, call: Call, group: _Group) -> str:
+        key = call.what[:2]
+        logs = {rank: self._peers.get(rank) or self._open(rank) for rank in group.peers}
+        theirs = {rank: log.read(*key) for rank, log in logs.items() if log is not None}
+        known = {rank: one for rank, one in theirs.items() if one is not None}
         lines = []
-        for rank, one in sorted({**theirs, self.rank: call}.items()):
+        for rank, one in sorted({**known, self.rank: call}.items()):
             place = f", Cell In[{one.cell}], line {one.line}" if one.cell else ""
-            lines.append(f"  rank {rank}: #{one.number} {self.describe(one)}{place}")
-        if missing := sorted(set(group.peers) - set(theirs)):
+            lines.append(f"  rank {rank}: #{one.what.number} {self.describe(one)}{place}")
+        if missing := sorted(set(group.peers) - set(known)):
             lines.append(f"  rank {', '.join(map(str, missing))}: not there yet")
         return (
-            f"collective call #{call.number} of {group.name} is not the same on all ranks; "
+            f"collective call #{key[1]} of {group.name} is not the same on all ranks; "
             f"rank {self.rank} found it before sending anything:\n" + "\n".join(lines) + "\n"
             "All ranks of a group must make the same calls in the same order, with equal dtype, "
             "size, reduction and src or dst. Make them equal and run the cell again."

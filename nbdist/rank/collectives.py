@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d as c10d
+
 from nbdist.rank.calls import ANY
 from nbdist.rank.checker import REDUCTIONS, Seen
 
 __all__ = ["PLAIN", "FUNCTIONAL", "Reader"]
 
 Reader = Callable[..., Seen]
+_REDUCTION_CODES: dict[Any, int] = {}
 _T = Any  # tensors, groups and operations: torch is imported by the time these run
 
 
 def _group_of(group: _T) -> _T:
     """Return the process group, or None when this rank is not in it."""
-    from torch._C._distributed_c10d import _resolve_process_group
-    from torch.distributed import distributed_c10d as c10d
-
     if group is None:
         return c10d._get_default_group()
     if isinstance(group, str):
@@ -31,16 +32,20 @@ def _group_of(group: _T) -> _T:
 
 
 def _root(group: _T, in_world: int | None, in_group: int | None) -> int:
-    from torch.distributed import distributed_c10d as c10d
-
     if in_group is not None:
         return c10d.get_global_rank(group, in_group)
     return ANY if in_world is None else int(in_world)
 
 
 def _reduction(op: _T) -> int:
-    name = (op if isinstance(op, str) else str(getattr(op, "name", ""))).lower()
-    return REDUCTIONS.index(name) if name in REDUCTIONS else ANY
+    try:
+        return _REDUCTION_CODES[op]
+    except KeyError:
+        name = (op if isinstance(op, str) else str(getattr(op, "name", ""))).lower()
+    code = REDUCTIONS.index(name) if name in REDUCTIONS else ANY
+    if isinstance(op, str | c10d.ReduceOp.RedOpType):
+        _REDUCTION_CODES[op] = code
+    return code
 
 
 def _total(tensors: Sequence[_T]) -> int:

@@ -27,7 +27,7 @@ def watch_collectives(directory: Path, link: RankLink, group: Group, executor: E
     """Check this rank's collectives and answer where it is, unless that is switched off."""
     if os.environ.get("NBDIST_COLLECTIVE_CHECK") == "0":
         return
-    checker = Checker(directory, link.rank, lambda: group.generation, lambda: executor.cell_numbers)
+    checker = Checker(directory, link.rank, group, lambda: executor.cell_numbers)
     install(checker)
     Whereabouts(link, checker, lambda: executor.running_cell)
 
@@ -79,9 +79,9 @@ class Whereabouts:
     def _waits(self, wait: Wait) -> dict[str, Any]:
         call, group = wait.call, wait.group
         return {
-            "waits_in": f"{self._checker.describe(call)}, call #{call.number} of {group.name}",
+            "waits_in": f"{self._checker.describe(call)}, call #{call.what.number} of {group.name}",
             "waited_seconds": time.monotonic() - wait.since,
             "group": f"{group.key:x}",
-            "number": call.number,
+            "number": call.what.number,
             "group_ranks": () if wait.peer_to_peer else group.ranks,
         }

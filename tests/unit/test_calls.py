@@ -6,10 +6,12 @@ import pytest
 
 from nbdist.rank.calls import ANY, NUM_SLOTS, Call, CallLog
 
+GROUP = 2**63 + 12
+
 
 def a_call(number=1, **changes):
-    fields = {"group": 2**63 + 12, "number": number, "op": 3, "dtype": 5, "numel": 24}
-    return Call(**(fields | changes))
+    fields = {"group": GROUP, "number": number, "op": 3, "dtype": 5, "numel": 24}
+    return Call.of(**(fields | changes))
 
 
 @pytest.fixture
@@ -24,56 +26,47 @@ def pair(tmp_path):
 
 def test_call_is_read_back_whole_by_a_peer(pair):
     mine, seen = pair
-    written = a_call(
-        reduction=2, root=7, cell=12, line=34, entered_at=1.5, shape=(2, 3, 4), numel=2**40
-    )
+    written = a_call(reduction=2, root=7, cell=12, line=34, shape=(2, 3, 4), numel=2**40)
     mine.write(written)
-    assert seen.read(written.group, 1) == written
+    assert seen.read(GROUP, 1) == written
 
 
 def test_shape_of_more_than_four_dimensions_keeps_the_first_four(pair):
     mine, seen = pair
     mine.write(a_call(shape=(1, 2, 3, 4, 5)))
-    assert seen.read(a_call().group, 1).shape == (1, 2, 3, 4)
+    assert seen.read(GROUP, 1).shape == (1, 2, 3, 4)
 
 
 def test_call_that_was_not_made_reads_as_none(pair):
     mine, seen = pair
     mine.write(a_call(number=4))
-    assert seen.read(a_call().group, 5) is None
-    assert seen.read(a_call().group + 1, 4) is None
-
-
-def test_call_that_has_ended_is_marked(pair):
-    mine, seen = pair
-    mine.write(a_call(number=1))
-    mine.write(a_call(number=2))
-    mine.mark_left(a_call(number=1))
-    assert seen.read(a_call().group, 1).left
-    assert not seen.read(a_call().group, 2).left
+    assert seen.read(GROUP, 5) is None
+    assert seen.read(GROUP + 1, 4) is None
 
 
 def test_slot_taken_by_a_later_call_no_longer_shows_the_earlier_one(pair):
     mine, seen = pair
     mine.write(a_call(number=1))
     mine.write(a_call(number=1 + NUM_SLOTS))
-    mine.mark_left(a_call(number=1))
-    assert seen.read(a_call().group, 1) is None
-    assert not seen.read(a_call().group, 1 + NUM_SLOTS).left
+    assert seen.read(GROUP, 1) is None
+    assert seen.read(GROUP, 1 + NUM_SLOTS) == a_call(number=1 + NUM_SLOTS)
 
 
-def test_last_returns_the_newest_calls_in_order(pair):
+def test_only_a_call_that_is_there_and_does_not_match_differs(pair):
     mine, seen = pair
-    for number in range(1, 6):
-        mine.write(a_call(number=number, entered_at=float(number)))
-    assert [call.number for call in seen.last(3)] == [3, 4, 5]
+    assert not seen.differs(a_call())
+    mine.write(a_call(root=0))
+    assert not seen.differs(a_call(root=0))
+    assert not seen.differs(a_call(root=0, numel=ANY))
+    assert not seen.differs(a_call(number=2))
+    assert seen.differs(a_call(root=0, op=4))
 
 
 def test_log_that_is_opened_again_for_writing_is_empty(tmp_path, pair):
     mine, seen = pair
     mine.write(a_call())
     CallLog(tmp_path / "0.calls", writable=True).close()
-    assert seen.read(a_call().group, 1) is None
+    assert seen.read(GROUP, 1) is None
 
 
 def test_record_that_is_being_written_is_never_read_half(pair):
@@ -89,7 +82,7 @@ def test_record_that_is_being_written_is_never_read_half(pair):
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        found = [seen.read(versions[0].group, 1) for _ in range(2000)]
+        found = [seen.read(GROUP, 1) for _ in range(2000)]
     finally:
         done.set()
         writer.join()
