@@ -25,6 +25,7 @@ from nbdist.messages import (
     RankDisplay,
     RankDone,
     RankError,
+    RankFailed,
     RankStream,
     RunCell,
 )
@@ -99,6 +100,7 @@ class CellRun:
         self._hopeless: CollectiveSubsetError | None = None
         self._events: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._waiting = set(request.ranks)
+        self._failed_at: dict[int, float] = {}
         self._errors: list[RankError] = []
         self._endings: dict[int, RankDone] = {}
         self._rung_at = 0.0
@@ -164,6 +166,9 @@ class CellRun:
             self._errors.append(event)
             # What a peer has sent already lies in the group's connections: it is not used again.
             self.group_aborted |= event.name == CollectiveMismatchError.__name__
+        elif isinstance(event, RankFailed):
+            self._failed_at[event.rank] = time.monotonic()
+            self._rung_at = self._rung_at or time.monotonic()
         elif isinstance(event, RankDone):
             self._endings[event.rank] = event
             self._waiting.discard(event.rank)
@@ -177,16 +182,26 @@ class CellRun:
             self._timed_out = True
             self._climb()
         elif self._rung_at and now - self._rung_at > self._grace and self._rung < 2:
-            self._climb()
+            if self._holding_up():
+                self._climb()
         elif self._rung == 2 and now - self._rung_at > GIVE_UP_SECONDS:
             self._rung = 3
             self._waiting.clear()
+
+    def _holding_up(self) -> list[int]:
+        """Return the ranks that the cell waits for and that are not ending by themselves."""
+        running = sorted(self._waiting - self._link.lost_ranks)
+        if self._stopped:
+            return running
+        # A rank that has raised formats its error; the first time in a process that takes a second.
+        since = time.monotonic() - GIVE_UP_SECONDS
+        return [rank for rank in running if self._failed_at.get(rank, since) <= since]
 
     def _climb(self) -> None:
         """Take the next step against the ranks that still run the cell."""
         self._rung = min(self._rung + 1, 2)
         self._rung_at = time.monotonic()
-        waiting = sorted(self._waiting - self._link.lost_ranks)
+        waiting = self._holding_up()
         if self._rung == 1:
             for rank in waiting:
                 self._link.post(rank, Interrupt(cell_id=self._request.cell_id))

@@ -24,6 +24,7 @@ __all__ = [
     "CellEvent",
     "RankStream",
     "RankDisplay",
+    "RankFailed",
     "RankError",
     "RankDone",
 ]
@@ -219,6 +220,11 @@ class RankDisplay(CellEvent):
 
     action: str
     content: dict[str, Any]
+
+
+@message("failed")
+class RankFailed(CellEvent):
+    """Rank to client: the cell has raised; its `RankError` follows once that has been formatted."""
 
 
 @message("error")

@@ -197,7 +197,7 @@ class Checker:
         while frame is not None:
             number = numbers.get(frame.f_code.co_filename)
             if number is not None:
-                return number, frame.f_lineno
+                return number, frame.f_lineno or 0
             frame = frame.f_back
         return 0, 0
 

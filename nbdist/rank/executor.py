@@ -18,7 +18,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbdist.messages import Interrupt, Message, RankDone, RankError, RunCell
+from nbdist.messages import Interrupt, Message, RankDone, RankError, RankFailed, RunCell
 from nbdist.rank.link import RankLink
 from nbdist.rank.output import CellOutput, FdCapture
 
@@ -58,8 +58,11 @@ class Executor:
         self._task: asyncio.Task[None] | None = None
         self._interrupted = False
         self._put_off_until = 0.0
+        self._failed_at = 0.0
         # IPython's hook point for front ends.
         shell._showtraceback = self._show_traceback  # type: ignore[method-assign,assignment]
+        self._format_traceback = shell.showtraceback
+        shell.showtraceback = self._tell_failure  # type: ignore[method-assign]
         signal.signal(signal.SIGINT, self._on_sigint)
         link.on_message(RunCell, self._accept)
         link.on_message(Interrupt, self._interrupt)
@@ -101,6 +104,7 @@ class Executor:
         """Run one cell from its first event to `RankDone`."""
         started = time.perf_counter()
         self._interrupted = False
+        self._failed_at = 0.0
         self._output.begin(message.cell_id)
         status = "ok"
         try:
@@ -142,6 +146,14 @@ class Executor:
         stopped = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
         return "interrupted" if stopped and self._interrupted else "error"
 
+    def _tell_failure(self, *args: Any, **kwargs: Any) -> None:
+        """Say at once that the cell has failed: the first traceback of a process takes a second."""
+        # Only for the cell itself: one that it runs by `run_cell` may fail and the cell go on.
+        if kwargs.get("running_compiled_code") and _depth(sys._getframe(1)) == 1:
+            self._failed_at = time.time()
+            self._output.event(RankFailed)
+        self._format_traceback(*args, **kwargs)
+
     def _show_traceback(self, etype: type[BaseException], value: Any, lines: list[str]) -> None:
         try:
             text = str(value)
@@ -153,7 +165,7 @@ class Executor:
             name=etype.__name__,
             value=text,
             traceback="\n".join(lines),
-            at_seconds=time.time(),
+            at_seconds=self._failed_at or time.time(),
         )
 
     def _drain(self) -> None:
@@ -192,6 +204,15 @@ def _signal_main_thread() -> None:
     main = threading.main_thread().ident
     assert main is not None, "the main thread has started"
     signal.pthread_kill(main, signal.SIGINT)
+
+
+def _depth(frame: FrameType | None) -> int:
+    """Return how many cells are being run, one inside the other."""
+    depth = 0
+    while frame is not None:
+        depth += frame.f_code is _RUN_CODE
+        frame = frame.f_back
+    return depth
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -48,7 +48,8 @@ def _sockets(epoll: int) -> Iterator[socket.socket]:
                 sock = socket.socket(fileno=os.dup(int(line.split()[1])))
                 with sock:
                     # A listening socket is left alone: gloo ends the process when it breaks.
-                    if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if sock.family in (socket.AF_INET, socket.AF_INET6) and not listens:
                         yield sock
 
 

@@ -12,7 +12,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import zmq
 
@@ -99,7 +100,8 @@ class RankLink:
                 self._woken = False
             if self._flush_at is not None and time.monotonic() >= self._flush_at:
                 self._flush_at = None
-                self._flush()
+                with self._going_on("sending", "output"):
+                    self._flush()
             if self._socket in ready:
                 self._receive()
             self._send_all()
@@ -124,15 +126,25 @@ class RankLink:
                 event = Unhandled(rank=self.rank, unhandled=message.kind, topic=topic)
                 self._outbox.append(event)
             else:
-                handler(message)
+                with self._going_on("handling", message):
+                    handler(message)
+
+    @contextmanager
+    def _going_on(self, doing: str, what: object) -> Iterator[None]:
+        """Log what is raised inside: without this thread the rank cannot be stopped or freed."""
+        try:
+            yield
+        except Exception:
+            log.exception("rank %d failed when %s %s", self.rank, doing, what)
 
     def _send_all(self) -> None:
         while self._outbox:
             event = self._outbox.popleft()
             topic = topic_of(event)
             client = self._routes.get(topic or getattr(event, "topic", ""))
-            data = to_wire(event)
-            for identity in [client] if client is not None else list(self._clients):
-                self._socket.send_multipart([identity, data])
+            with self._going_on("sending", event.kind):
+                data = to_wire(event)
+                for identity in [client] if client is not None else list(self._clients):
+                    self._socket.send_multipart([identity, data])
             if getattr(event, "finish_reason", None) or event.kind in _ANSWERS:
                 self._routes.pop(topic, None)

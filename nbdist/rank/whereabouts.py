@@ -72,7 +72,8 @@ class Whereabouts:
         if wait is None and frame is not None:
             # Inside the wait for an asynchronous call, such as FSDP's: a C function, so its name
             # stands only in the line that called it.
-            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            # A frame that is just being entered has no line yet.
+            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
             wait = self._checker.pending() if "wait" in text else None
         return answer if wait is None else {**answer, **self._waits(wait)}
 

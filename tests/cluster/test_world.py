@@ -138,6 +138,21 @@ def test_rank_that_raises_frees_the_one_that_waits_in_a_collective(world, call):
     assert world.run(after).text == {0: "0 2.0\n", 1: "1 2.0\n"}
 
 
+def test_error_that_is_slow_to_show_frees_the_others_at_once_and_breaks_no_group(world):
+    source = (
+        "import time\n"
+        "class Slow(Exception):\n"
+        "    def __str__(self): time.sleep(1.5); return 'slow'\n"
+    )
+    generations = {info.generation for info in world.status()}
+    with pytest.raises(RemoteCellError, match="Slow: slow"):
+        world.run(source + "raise Slow")
+    world.run("pass")
+    assert {info.generation for info in world.status()} == generations
+    with pytest.raises(RemoteCellError, match="rank 1 raised Slow: slow; then rank 0"):
+        world.run(source + "if rank == 0:\n    dist.barrier()\nraise Slow")
+
+
 def test_timeout_stops_the_cell_and_keeps_names(world):
     with pytest.raises(CellTimeoutError, match=r"longer than --timeout 0.5 seconds"):
         world.run("n = 41\nimport time\nn += 1\ntime.sleep(60)", timeout_seconds=0.5)
