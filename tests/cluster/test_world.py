@@ -140,9 +140,9 @@ def test_rank_that_raises_frees_the_one_that_waits_in_a_collective(world, call):
 
 def test_error_that_is_slow_to_show_frees_the_others_at_once_and_breaks_no_group(world):
     source = (
-        "import time\n"
+        "import time, torch.distributed as dist\n"
         "class Slow(Exception):\n"
-        "    def __str__(self): time.sleep(1.5); return 'slow'\n"
+        "    def __str__(self): time.sleep(0.4); return 'slow'\n"
     )
     generations = {info.generation for info in world.status()}
     with pytest.raises(RemoteCellError, match="Slow: slow"):
