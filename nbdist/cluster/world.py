@@ -69,6 +69,7 @@ class World(Healing):
         started = starting.start(settings, on_stage or (lambda _text: None))
         world = cls(started.processes.record, started.link, started.infos)
         world._processes = started.processes
+        started.processes.start_spares()
         if not settings.keep:
             atexit.register(world.stop)
         return world

@@ -14,6 +14,7 @@ __all__ = [
     "JoinGroup",
     "JoinFailed",
     "AbortGroup",
+    "TakePlace",
     "Shutdown",
     "RunCell",
     "Interrupt",
@@ -99,6 +100,14 @@ class AbortGroup(Message):
     """Client to rank: free whatever waits in a collective of this generation, and no later one."""
 
     generation: int
+
+
+@message("take_place")
+class TakePlace(Message):
+    """Client to a spare process: be this rank from now on; said once, before anything else."""
+
+    rank: int
+    local_rank: int
 
 
 @message("shutdown")

@@ -112,6 +112,7 @@ class DistributedMagics(Magics):
             timeout_seconds=arguments.timeout,
             mpi_command=arguments.mpi,
             threads_per_rank=arguments.threads,
+            spares=arguments.spares,
         )
         set_world(world)
         display.done(world)
