@@ -18,6 +18,7 @@ __all__ = [
     "Shutdown",
     "RunCell",
     "Interrupt",
+    "StopDeferred",
     "WhereQuery",
     "Where",
     "CellNote",
@@ -140,6 +141,14 @@ class RunCell(Message):
 class Interrupt(Message):
     """Client to rank: stop the cell of this id, and no other."""
 
+    cell_id: str
+
+
+@message("stop_deferred")
+class StopDeferred(Message):
+    """Rank to client: the cell has taken the interrupt and stops later, as after a step."""
+
+    rank: int
     cell_id: str
 
 
