@@ -139,7 +139,12 @@ class CellRun:
             self._watch.close()
             self._link.listen(self._request.cell_id, None)
         if self._stopped:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(*self._last_words())
+
+    def _last_words(self) -> list[str]:
+        """Return what a rank has said of its stop, as a trainer does; all say the same."""
+        stops = (error for error in self._errors if error.name == KeyboardInterrupt.__name__)
+        return [error.value for error in stops if error.value][:1]
 
     def stop(self) -> None:
         """Ask every rank to stop; asked again, end what it does, a training step too, at once."""

@@ -190,7 +190,10 @@ def _drive(stream: Generator[Message | None, None, None], view: CellView) -> Non
             return
         except KeyboardInterrupt as interrupt:
             if inspect.getgeneratorstate(stream) == inspect.GEN_CLOSED:
-                raise CellInterrupted("stopped on the ranks; their variables are kept") from None
+                said = f"; {interrupt}" if str(interrupt) else ""
+                raise CellInterrupted(
+                    f"stopped on the ranks; their variables are kept{said}"
+                ) from None
             pending = interrupt
 
 

@@ -132,3 +132,54 @@ def test_rank_that_raises_while_a_trainer_stops_frees_the_others(stop_world):
     _, seconds = stop_soon(stop_world, source)
     assert seconds < 3
     assert stop_world.run("print(1)").text == {0: "1\n", 1: "1\n"}
+
+
+TRAIN = """
+from nbdist.train import *
+data = TextData(shakespeare()[:20_000], vocab_size=280, context_length=16, seed=2)
+small = DecoderConfig(vocab_size=280, num_layers=1, num_heads=2, num_kv_heads=2, hidden_size=16,
+                      context_length=16)
+def trainer_of(num_steps, **checkpoint):
+    where = CheckpointConfig(directory={directory!r}, every_steps=10**9, **checkpoint)
+    config = TrainConfig(num_steps=num_steps, global_batch_size=4, checkpoint=where)
+    return Trainer(DecoderLM(small), data, config)
+"""
+
+
+def test_stopped_training_is_saved_and_resumed_by_a_new_trainer(stop_world, tmp_path):
+    stop_world.run(TRAIN.format(directory=str(tmp_path)))
+    stop_world.run("trainer = trainer_of(10**9)")
+    threading.Timer(1.5, stop_world.interrupt).start()
+
+    with pytest.raises(KeyboardInterrupt, match=r"stopped after step \d+; fit\(\) goes on; saved "):
+        stop_world.run("trainer.fit()")
+
+    (saved,) = tmp_path.iterdir()
+    steps = stop_world.run("print(trainer.step)").text
+    assert set(steps.values()) == {f"{int(saved.name.removeprefix('step-'))}\n"}
+    resumed = "again = trainer_of(trainer.step + 2); print(len(again.resume().losses))"
+    assert {text.splitlines()[-1] for text in stop_world.run(resumed).text.values()} == {"2"}
+
+
+def test_second_stop_while_a_stopped_run_is_saved_leaves_no_checkpoint(stop_world, tmp_path):
+    stop_world.run(TRAIN.format(directory=str(tmp_path)))
+    stop_world.run("trainer = trainer_of(10**9)")
+    slow = """
+import time
+from nbdist.train import checkpoint
+publish = checkpoint.publish
+def never(*args, **kwargs): print("saves", flush=True); time.sleep(600)
+checkpoint.publish = never
+"""
+    stream = stop_world.stream(slow + "trainer.fit()")
+    timer = threading.Timer(1.5, stop_world.interrupt)
+    timer.start()
+    again = 0.0
+    while (event := next_or_stopped(stream)) != "stopped":
+        if not again and "saves" in getattr(event, "text", ""):
+            again = time.monotonic()
+            stop_world.interrupt()
+    assert time.monotonic() - again < 2
+    stop_world.run("checkpoint.publish = publish")
+    listed = f"print(list_checkpoints({str(tmp_path)!r}))"
+    assert stop_world.run(listed).text == {0: "[]\n", 1: "[]\n"}
