@@ -136,6 +136,9 @@ class Healing:
         ranks = range(self.record.num_ranks)
         answers = starting.ask(self._link, query, ranks, timeout_seconds=2.0)
         known = [info.generation for info in answers.values()]
+        # Ranks that are gone may have been in a later one, whose store is not used again.
+        stores = Path(self.record.directory).glob("store.*")
+        known += [int(store.suffix.removeprefix(".")) for store in stores]
         self._generation = max(self._generation, *known) + 1
         self.infos = starting.join_group(self._link, self.record, self._generation)
         self._group_broken = False

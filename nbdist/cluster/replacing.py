@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from nbdist.cluster import starting
 from nbdist.cluster.death import read_death
 from nbdist.cluster.launch import Processes, Relaunch, log_tail
 from nbdist.cluster.link import WorldLink
+from nbdist.cluster.rankfile import RankFile, read_rank
 from nbdist.cluster.spares import take_places
 from nbdist.errors import StartError
 from nbdist.messages import RankInfo
@@ -45,7 +45,7 @@ def start_processes(
         lost = [rank for rank in lost if rank not in taken]
     if not lost:
         return
-    gone = {rank: _known_pid(directory, rank) if rank in absent else -1 for rank in lost}
+    gone = {rank: _rank(directory, rank).pid if rank in absent else -1 for rank in lost}
     tell(f"starting a process for rank {', '.join(map(str, absent or lost))}")
     launchers = processes.start_again(absent) if absent else []
     deadline = time.monotonic() + START_SECONDS
@@ -66,14 +66,16 @@ def start_processes(
 
 def _is_replaced(directory: Path, before: RankInfo) -> bool:
     """Return whether another client has started a process for this rank."""
-    pid = _known_pid(directory, before.rank)
+    now = _rank(directory, before.rank)
     # Its supervisor looks at the rank's file before it reports: only then is there a new one.
     read_death(directory, before.pid)
-    return pid != before.pid and keeper.start_ticks(pid) > 0
+    return now.pid != before.pid and now.is_alive
 
 
-def _known_pid(directory: Path, rank: int) -> int:
-    return int(json.loads((directory / "ranks" / f"{rank}.json").read_text())["pid"])
+def _rank(directory: Path, rank: int) -> RankFile:
+    file = read_rank(directory, rank)
+    assert file is not None, "every rank of a world that runs has written its file"
+    return file
 
 
 def _connect(
@@ -83,8 +85,8 @@ def _connect(
     waiting = set(gone)
     while waiting:
         for rank in sorted(waiting):
-            if _known_pid(directory, rank) != gone[rank]:
-                link.connect(rank, str(starting.read_endpoint(directory, rank)))
+            if (file := _rank(directory, rank)).pid != gone[rank]:
+                link.connect(rank, file.endpoint)
                 waiting.discard(rank)
         if waiting:
             check(waiting)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import time
 import uuid
@@ -16,6 +15,7 @@ from nbdist.cluster.config import WorldConfig, default_num_ranks
 from nbdist.cluster.launch import Processes, log_tail
 from nbdist.cluster.link import WorldLink
 from nbdist.cluster.mpi import find_launcher
+from nbdist.cluster.rankfile import read_rank
 from nbdist.errors import RankLostError, StartError
 from nbdist.messages import (
     JoinFailed,
@@ -28,15 +28,7 @@ from nbdist.messages import (
 )
 from nbdist.runfiles import WorldRecord
 
-__all__ = [
-    "Started",
-    "start",
-    "connect",
-    "join_group",
-    "wait_until_registered",
-    "read_endpoint",
-    "ask",
-]
+__all__ = ["Started", "start", "join_group", "wait_until_registered", "ask"]
 
 POLL_SECONDS = 0.01
 
@@ -74,29 +66,6 @@ def start(config: WorldConfig, tell: Callable[[str], None]) -> Started:
         processes.stop(patience_seconds=0.0)
         raise
     return Started(processes=processes, link=link, infos=infos)
-
-
-def connect(link: WorldLink, record: WorldRecord) -> list[RankInfo]:
-    """Connect to the ranks of a running world and return who they are."""
-    ranks = list(range(record.num_ranks))
-    for rank in ranks:
-        endpoint = read_endpoint(Path(record.directory), rank)
-        if endpoint is None:
-            raise RankLostError(
-                f"world {record.world_id} has no file for rank {rank}; it is still starting or "
-                "was stopped; `nbdist worlds` lists what runs",
-                ranks=(rank,),
-            )
-        link.connect(rank, endpoint)
-    answers = ask(link, StatusQuery(query_id=uuid.uuid4().hex), ranks, timeout_seconds=10.0)
-    if missing := sorted(set(ranks) - set(answers)):
-        link.close()
-        raise RankLostError(
-            f"world {record.world_id} was found, but rank {missing[0]} does not answer; stop it "
-            f"with `nbdist stop {record.world_id}`",
-            ranks=tuple(missing),
-        )
-    return [answers[rank] for rank in ranks]
 
 
 def join_group(link: WorldLink, record: WorldRecord, generation: int) -> list[RankInfo]:
@@ -202,14 +171,6 @@ def _join_request(record: WorldRecord, generation: int) -> JoinGroup:
     )
 
 
-def read_endpoint(directory: Path, rank: int) -> str | None:
-    """Return where a rank listens; None while it has not said so."""
-    path = directory / "ranks" / f"{rank}.json"
-    if not path.exists():
-        return None
-    return str(json.loads(path.read_text())["endpoint"])
-
-
 def _connect_all(
     processes: Processes, link: WorldLink, deadline: float, tell: Callable[[str], None]
 ) -> None:
@@ -218,8 +179,8 @@ def _connect_all(
     tell("waiting for MPI")
     while waiting:
         for rank in sorted(waiting):
-            if endpoint := read_endpoint(processes.directory, rank):
-                link.connect(rank, endpoint)
+            if (file := read_rank(processes.directory, rank)) is not None:
+                link.connect(rank, file.endpoint)
                 waiting.discard(rank)
         processes.check(stage)
         _check_deadline(processes, deadline, stage, waiting)

@@ -121,6 +121,9 @@ class DistributedMagics(Magics):
         world = World.attach(arguments.world_id)
         set_world(world)
         show_status(self._ip, world)
+        if world.lost_ranks:
+            lost = ", ".join(map(str, sorted(world.lost_ranks)))
+            say(f"rank {lost} has no process; `%distributed heal` starts one, the others go on")
 
     def _status(self, _arguments: argparse.Namespace) -> None:
         show_status(self._ip, current_world())

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbdist import keeper
 from nbdist.messages import (
     AbortGroup,
     JoinFailed,
@@ -91,9 +92,16 @@ class Rank:
     def announce(self) -> None:
         """Write where clients reach this rank."""
         assert self.place is not None, "a spare announces itself when it has a place"
-        rank = self.place.rank
-        entry = {"rank": rank, "endpoint": self.link.endpoint, "pid": os.getpid()}
-        write_json(self.directory / "ranks" / f"{rank}.json", entry)
+        pid = os.getpid()
+        entry = {
+            "rank": self.place.rank,
+            "endpoint": self.link.endpoint,
+            "pid": pid,
+            "started": keeper.start_ticks(pid),
+            "local_rank": self.place.local_rank,
+            "host": self.place.host,
+        }
+        write_json(self.directory / "ranks" / f"{self.place.rank}.json", entry)
 
     def host_cells(self, kernel: Any, engine_id: int) -> None:
         """Take cells from now on (main thread, inside the running event loop)."""
