@@ -22,6 +22,7 @@ from typing import NoReturn
 import zmq
 
 from nbdist import keeper, runfiles
+from nbdist.cluster.causes import advice
 from nbdist.cluster.config import WorldConfig
 from nbdist.cluster.death import read_death
 from nbdist.cluster.environment import rank_environment
@@ -196,11 +197,12 @@ class Processes:
             self._fail(stage, "mpirun", f"a rank's process {death.in_words(self.record.num_ranks)}")
 
     def _fail(self, stage: str, log: str, what: str) -> NoReturn:
+        path = self.directory / "logs" / f"{log}.log"
         raise StartError(
             f"the world of {self.record.num_ranks} ranks did not start: {what} while the ranks "
-            f"were at: {stage}; the log below says why",
+            f"were at: {stage}; {advice(log_tail(path, 200)) or 'the log below says why'}",
             stage=stage,
-            log=log_tail(self.directory / "logs" / f"{log}.log"),
+            log=log_tail(path),
         )
 
     def stop(self, patience_seconds: float) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
+from nbdist.cluster.causes import advice
 from nbdist.cluster.config import WorldConfig, default_num_ranks
 from nbdist.cluster.launch import Processes, log_tail
 from nbdist.cluster.link import WorldLink
@@ -156,9 +157,9 @@ def _take(event: Message, answers: dict[int, RankInfo], waiting: set[int]) -> No
     elif isinstance(event, RankDone):  # the rank was lost
         waiting.discard(event.rank)
     elif isinstance(event, JoinFailed):
+        reason = "; ".join(filter(None, (event.reason.strip(), advice(event.reason))))
         raise StartError(
-            f"rank {event.rank} cannot join the process group: {event.reason}",
-            stage="process group",
+            f"rank {event.rank} cannot join the process group: {reason}", stage="process group"
         )
 
 
