@@ -29,6 +29,7 @@ class WorldRecord:
     Attributes:
         processes: `[pid, start ticks]` of the controller and of every MPI launcher.
         controller: the controller's entry of `processes`.
+        spares: those launchers' entries whose process waits for a place, by the spare's token.
         owner: `[pid, start ticks]` of the client that started the world.
         settings: what a launcher of a rank that replaces another is started with.
         memory_directory: a private directory on a memory file system; empty without one.
@@ -39,6 +40,7 @@ class WorldRecord:
     num_ranks: int
     processes: list[list[float]] = field(default_factory=list)
     controller: list[float] = field(default_factory=list)
+    spares: dict[str, list[float]] = field(default_factory=dict)
     owner: list[float] = field(default_factory=list)
     keep: bool = False
     started_at: float = 0.0
@@ -58,14 +60,16 @@ class WorldRecord:
     @property
     def is_alive(self) -> bool:
         """Whether the world's controller and a launcher run; one may have ended with its ranks."""
-        running = [entry for entry in self.processes if is_alive(int(entry[0]), entry[1])]
+        others = [entry for entry in self.processes if entry not in self.spares.values()]
+        running = [entry for entry in others if is_alive(int(entry[0]), entry[1])]
         return self.controller in running and len(running) > 1
 
     def refresh(self) -> None:
         """Take in the processes that another client has added."""
         path = Path(self.directory) / "world.json"
         if path.exists():
-            self.processes = json.loads(path.read_text())["processes"]
+            known = json.loads(path.read_text())
+            self.processes, self.spares = known["processes"], known["spares"]
 
 
 def base_directory() -> Path:
@@ -94,7 +98,7 @@ def create() -> tuple[str, Path]:
     world_id = secrets.token_hex(4)
     directory = base_directory() / world_id
     directory.mkdir(mode=0o700)
-    for name in ("logs", "ranks", "profile"):
+    for name in ("logs", "ranks", "spares", "profile"):
         (directory / name).mkdir(mode=0o700)
     return world_id, directory
 

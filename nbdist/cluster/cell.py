@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbdist.cluster.ladder import GIVE_UP_SECONDS, Ladder
 from nbdist.cluster.link import WorldLink
 from nbdist.cluster.watch import Watch
 from nbdist.errors import (
@@ -20,6 +21,7 @@ from nbdist.errors import (
 )
 from nbdist.messages import (
     AbortGroup,
+    CellNote,
     Interrupt,
     Message,
     RankDisplay,
@@ -28,15 +30,16 @@ from nbdist.messages import (
     RankFailed,
     RankStream,
     RunCell,
+    StopDeferred,
 )
 
 __all__ = ["CellResult", "CellRun"]
 
-# After a rank has failed the others wait for nothing that will come; after a stop they may be
-# at the end of a training step, which leaves a consistent state.
-GRACE_SECONDS = {"failure": 0.5, "stop": 1.5}
-GIVE_UP_SECONDS = 5.0
 TICK_SECONDS = 0.05
+DEFERRED = (
+    "the ranks stop together after the running step; Stop again ends them at once, perhaps "
+    "inside it"
+)
 
 
 @dataclass(slots=True)
@@ -100,11 +103,10 @@ class CellRun:
         self._hopeless: CollectiveSubsetError | None = None
         self._events: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._waiting = set(request.ranks)
-        self._failed_at: dict[int, float] = {}
         self._errors: list[RankError] = []
         self._endings: dict[int, RankDone] = {}
-        self._rung_at = 0.0
-        self._rung = 0
+        self._ladder = Ladder()
+        self._deferral_told = False
         self._stopped = False
         self._timed_out = False
         self.group_aborted = False
@@ -138,19 +140,23 @@ class CellRun:
             self._watch.close()
             self._link.listen(self._request.cell_id, None)
         if self._stopped:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(*self._last_words())
 
-    @property
-    def _grace(self) -> float:
-        return GRACE_SECONDS["stop" if self._stopped else "failure"]
+    def _last_words(self) -> list[str]:
+        """Return what a rank has said of its stop, as a trainer does; all say the same."""
+        stops = (error for error in self._errors if error.name == KeyboardInterrupt.__name__)
+        return [error.value for error in stops if error.value][:1]
 
     def stop(self) -> None:
-        """Ask every rank to stop; asked again, free them from collectives without waiting."""
+        """Ask every rank to stop; asked again, end what it does, a training step too, at once."""
+        if self._stopped:
+            self._post_to_waiting(Interrupt(cell_id=self._request.cell_id))
         self._stopped = True
+        self._ladder.ask()
         self._climb()
 
     def _next(self) -> Message | None:
-        if not self._rung_at:
+        if not self._ladder.is_climbing:
             try:
                 if (note := self._watch.look()) is not None:
                     return note
@@ -160,55 +166,51 @@ class CellRun:
         try:
             event = self._events.get(timeout=TICK_SECONDS)
         except queue.Empty:
-            self._tick()
+            return self._tick()
+        if isinstance(event, StopDeferred):
+            self._ladder.take_deferral(event.rank)
             return None
         if isinstance(event, RankError):
             self._errors.append(event)
             # What a peer has sent already lies in the group's connections: it is not used again.
             self.group_aborted |= event.name == CollectiveMismatchError.__name__
         elif isinstance(event, RankFailed):
-            self._failed_at[event.rank] = time.monotonic()
-            self._rung_at = self._rung_at or time.monotonic()
+            self._ladder.take_failure(event.rank, time.monotonic())
         elif isinstance(event, RankDone):
             self._endings[event.rank] = event
             self._waiting.discard(event.rank)
-            if event.status in ("error", "lost", "busy") and not self._rung_at:
-                self._rung_at = time.monotonic()
+            failed = event.status in ("error", "lost", "busy")
+            self._ladder.take_end(time.monotonic(), failed=failed)
         return event
 
-    def _tick(self) -> None:
+    def _tick(self) -> CellNote | None:
+        """Do what the time asks for; return what the user should know of it."""
         now = time.monotonic()
         if self._timeout and now - self._started > self._timeout and not self._timed_out:
             self._timed_out = True
+            self._ladder.ask()
             self._climb()
-        elif self._rung_at and now - self._rung_at > self._grace and self._rung < 2:
-            if self._holding_up():
-                self._climb()
-        elif self._rung == 2 and now - self._rung_at > GIVE_UP_SECONDS:
-            self._rung = 3
+        elif self._ladder.is_due(self._waiting, now):
+            self._climb()
+        elif self._ladder.is_hopeless(now):
             self._waiting.clear()
-
-    def _holding_up(self) -> list[int]:
-        """Return the ranks that the cell waits for and that are not ending by themselves."""
-        running = sorted(self._waiting - self._link.lost_ranks)
-        if self._stopped:
-            return running
-        # A rank that has raised formats its error; the first time in a process that takes a second.
-        since = time.monotonic() - GIVE_UP_SECONDS
-        return [rank for rank in running if self._failed_at.get(rank, since) <= since]
+        elif self._ladder.is_deferred(self._waiting, now) and not self._deferral_told:
+            self._deferral_told = True
+            return CellNote(cell_id=self._request.cell_id, text=DEFERRED)
+        return None
 
     def _climb(self) -> None:
         """Take the next step against the ranks that still run the cell."""
-        self._rung = min(self._rung + 1, 2)
-        self._rung_at = time.monotonic()
-        waiting = self._holding_up()
-        if self._rung == 1:
-            for rank in waiting:
-                self._link.post(rank, Interrupt(cell_id=self._request.cell_id))
-            return
-        self.group_aborted = True
-        for rank in waiting:
-            self._link.post(rank, AbortGroup(generation=self._generation))
+        if self._ladder.climb(time.monotonic()) == 1:
+            self._post_to_waiting(Interrupt(cell_id=self._request.cell_id))
+        else:
+            self.group_aborted = True
+            self._post_to_waiting(AbortGroup(generation=self._generation))
+
+    def _post_to_waiting(self, message: Message) -> None:
+        running = self._waiting - self._link.lost_ranks
+        for rank in sorted(self._ladder.pressed(running, time.monotonic())):
+            self._link.post(rank, message)
 
     def raise_for_failure(self, lost_error: Callable[[Sequence[int], str], RankLostError]) -> None:
         """Raise the one error of the cell, first cause on top; return when all ranks were ok.

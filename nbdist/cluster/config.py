@@ -22,6 +22,7 @@ class WorldConfig:
         mpi_command: the MPI launcher, such as `/opt/mpi/bin/mpirun`; None finds one.
         threads_per_rank: threads torch computes with; None divides the host's cores.
         interface: network address the ranks listen on. Loopback reaches this host only.
+        spares: processes that wait, with torch imported, to take the place of a rank that dies.
     """
 
     num_ranks: int | None = None
@@ -31,6 +32,7 @@ class WorldConfig:
     mpi_command: str | None = None
     threads_per_rank: int | None = None
     interface: str = "127.0.0.1"
+    spares: int = 0
 
     def __post_init__(self) -> None:
         if self.num_ranks is not None and (
@@ -41,6 +43,11 @@ class WorldConfig:
             raise ValueError(
                 f"num_ranks={self.num_ranks!r} is not a number of ranks; give an integer of at "
                 "least 1, such as `-n 2`, or leave it out"
+            )
+        if isinstance(self.spares, bool) or not isinstance(self.spares, int) or self.spares < 0:
+            raise ValueError(
+                f"spares={self.spares!r} is not a number of processes; give 0 or more, such as "
+                "`--spares 1`"
             )
         for name in ("timeout_seconds", "collective_timeout_seconds"):
             if not getattr(self, name) > 0:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import queue
 import signal
 import threading
 import time
@@ -14,20 +12,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from nbdist import keeper
 from nbdist.cluster import starting
-from nbdist.cluster.death import read_death, tell_deaths
-from nbdist.cluster.launch import Processes, Relaunch, log_tail
+from nbdist.cluster.death import tell_deaths
+from nbdist.cluster.launch import Processes
 from nbdist.cluster.link import WorldLink
 from nbdist.cluster.objects import Objects
+from nbdist.cluster.replacing import start_processes
 from nbdist.cluster.source import check_ranks
-from nbdist.errors import RankBusyError, StartError
-from nbdist.messages import RankInfo, Shutdown, Stage, StatusQuery
+from nbdist.cluster.spares import ready_spares
+from nbdist.errors import RankBusyError
+from nbdist.messages import RankInfo, Shutdown, StatusQuery
 from nbdist.runfiles import WorldRecord
 
 __all__ = ["Healed", "Healing"]
 
-START_SECONDS = 60.0
 POLL_SECONDS = 0.01
 ENDED_ALONE = 75  # exit code of a rank that is ended while the others go on
 
@@ -41,12 +39,14 @@ class Healed:
         pushed: names that this client had pushed to the rank and has pushed again, by rank.
         gone: names that another rank has and the replaced one has no longer, by rank; None when
             no rank was left to compare with.
-        seconds: how long it took.
+        group_seconds: how long it took until the new process group was verified.
+        seconds: how long it took in all.
     """
 
     deaths: dict[int, str]
     pushed: dict[int, list[str]]
     gone: dict[int, list[str]] | None
+    group_seconds: float
     seconds: float
 
 
@@ -89,6 +89,11 @@ class Healing:
         """End the processes of ranks, None for all, and start new ones as `heal` does."""
         return self._replace(check_ranks(ranks, self.record.num_ranks), on_stage)
 
+    @property
+    def num_spares_ready(self) -> int:
+        """How many processes wait to take the place of a lost rank."""
+        return len(ready_spares(Path(self.record.directory)))
+
     def _replace(self, ranks: Sequence[int], on_stage: Callable[[str], None] | None) -> list[int]:
         self._check_alive(())
         started = time.monotonic()
@@ -104,12 +109,21 @@ class Healing:
             self._group_broken = True
             processes = self._processes or Processes.of(self.record)
             tell = on_stage or (lambda _text: None)
-            _start_processes(processes, self._link, self.infos, lost, tell)
+            start_processes(processes, self._link, self.infos, lost, tell)
             tell("making and verifying the process group")
             self._remake_group()
-            pushed, gone = _restore_names(self._objects, lost, self.record.num_ranks)
+            verified = time.monotonic()
+            try:
+                pushed, gone = _restore_names(self._objects, lost, self.record.num_ranks)
+            finally:
+                # Last: a spare that imports torch would slow down what the user waits for.
+                processes.start_spares()
         self.last_heal = Healed(
-            deaths=deaths, pushed=pushed, gone=gone, seconds=time.monotonic() - started
+            deaths=deaths,
+            pushed=pushed,
+            gone=gone,
+            group_seconds=verified - started,
+            seconds=time.monotonic() - started,
         )
         return lost
 
@@ -122,9 +136,11 @@ class Healing:
         ranks = range(self.record.num_ranks)
         answers = starting.ask(self._link, query, ranks, timeout_seconds=2.0)
         known = [info.generation for info in answers.values()]
+        # Ranks that are gone may have been in a later one, whose store is not used again.
+        stores = Path(self.record.directory).glob("store.*")
+        known += [int(store.suffix.removeprefix(".")) for store in stores]
         self._generation = max(self._generation, *known) + 1
-        timeout = self.record.settings.get("collective_timeout_seconds", 1800.0)
-        self.infos = starting.join_group(self._link, self.record, self._generation, timeout)
+        self.infos = starting.join_group(self._link, self.record, self._generation)
         self._group_broken = False
 
 
@@ -138,32 +154,6 @@ def _check_idle(link: WorldLink, num_ranks: int, but: Sequence[int]) -> None:
             "ranks were to be replaced, which needs the others to join a new process group, but "
             f"rank {', '.join(map(str, busy))} runs a cell; wait, or `%distributed interrupt`"
         )
-
-
-def _start_processes(
-    processes: Processes,
-    link: WorldLink,
-    infos: Sequence[RankInfo],
-    lost: Sequence[int],
-    tell: Callable[[str], None],
-) -> None:
-    """Start what is missing and wait until it is connected and registered."""
-    directory = processes.directory
-    places = {info.rank: info for info in infos}
-    absent = {r: places[r].local_rank for r in lost if not _is_replaced(directory, places[r])}
-    gone = {rank: _known_pid(directory, rank) if rank in absent else -1 for rank in lost}
-    tell(f"starting a process for rank {', '.join(map(str, absent or lost))}")
-    launchers = processes.start_again(absent) if absent else []
-    deadline = time.monotonic() + START_SECONDS
-    try:
-        _connect(directory, link, gone, launchers, deadline)
-        tell("waiting for its torch and its registration")
-        _wait_until_registered(directory, link, lost, launchers, deadline)
-    except BaseException:
-        # Stopped or failed: a second process for a rank must never come up behind the next heal's.
-        pids = [entry.child.pid for entry in launchers]
-        keeper.end([[pid, keeper.start_ticks(pid)] for pid in pids])
-        raise
 
 
 def _end_ranks(link: WorldLink, infos: Sequence[RankInfo], ranks: Sequence[int]) -> None:
@@ -196,77 +186,3 @@ def _restore_names(
         zip([alive[0], *lost], objects.apply(user_names, (), [alive[0], *lost]), strict=True)
     )
     return pushed, {rank: sorted(set(present[alive[0]]) - set(present[rank])) for rank in lost}
-
-
-def _is_replaced(directory: Path, before: RankInfo) -> bool:
-    """Return whether another client has started a process for this rank."""
-    pid = _known_pid(directory, before.rank)
-    # Its supervisor looks at the rank's file before it reports: only then is there a new one.
-    read_death(directory, before.pid)
-    return pid != before.pid and keeper.start_ticks(pid) > 0
-
-
-def _known_pid(directory: Path, rank: int) -> int:
-    return int(json.loads((directory / "ranks" / f"{rank}.json").read_text())["pid"])
-
-
-def _connect(
-    directory: Path,
-    link: WorldLink,
-    gone: dict[int, int],
-    launchers: Sequence[Relaunch],
-    deadline: float,
-) -> None:
-    """Connect to ranks when their files tell of another process; `gone` is `{rank: old pid}`."""
-    waiting = set(gone)
-    while waiting:
-        for rank in sorted(waiting):
-            if _known_pid(directory, rank) != gone[rank]:
-                link.connect(rank, str(starting.read_endpoint(directory, rank)))
-                waiting.discard(rank)
-        _check(directory, launchers, waiting, deadline)
-        if waiting:
-            time.sleep(POLL_SECONDS)
-
-
-def _wait_until_registered(
-    directory: Path,
-    link: WorldLink,
-    ranks: Sequence[int],
-    launchers: Sequence[Relaunch],
-    deadline: float,
-) -> None:
-    inbox: queue.SimpleQueue[Stage] = queue.SimpleQueue()
-    stop = link.subscribe(Stage, lambda _rank, event: inbox.put(event))  # type: ignore[arg-type]
-    try:
-        query = StatusQuery(query_id=uuid.uuid4().hex)
-        answers = starting.ask(link, query, ranks, max(0.0, deadline - time.monotonic()))
-        # A process that registered before this client was connected will not say so again.
-        waiting = {r for r in ranks if r not in answers or answers[r].engine_id < 0}
-        while waiting:
-            _check(directory, launchers, waiting | (link.lost_ranks & set(ranks)), deadline)
-            with suppress(queue.Empty):
-                event = inbox.get(timeout=0.1)
-                if event.text == "registered":
-                    waiting.discard(event.rank)
-    finally:
-        stop()
-
-
-def _check(
-    directory: Path, launchers: Sequence[Relaunch], waiting: set[int], deadline: float
-) -> None:
-    """Raise StartError when a new launcher has ended or the time is over."""
-    if not waiting:
-        return
-    ended = [entry for entry in launchers if entry.child.poll() is not None]
-    if not ended and time.monotonic() < deadline:
-        return
-    name = (ended or launchers)[0].name if launchers else "mpirun"
-    raise StartError(
-        f"a process for rank {min(waiting)} was started, but "
-        + (f"it ended with exit code {ended[0].child.returncode}" if ended else "it did not come")
-        + f" within {START_SECONDS:g} s; the other ranks are as they were; the log below says why",
-        stage="heal",
-        log=log_tail(directory / "logs" / f"{name}.log"),
-    )

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 from contextlib import suppress
@@ -21,10 +21,11 @@ from typing import NoReturn
 
 import zmq
 
-import nbdist
 from nbdist import keeper, runfiles
+from nbdist.cluster.causes import advice
 from nbdist.cluster.config import WorldConfig
 from nbdist.cluster.death import read_death
+from nbdist.cluster.environment import rank_environment
 from nbdist.cluster.mpi import Launcher, find_launcher
 from nbdist.errors import StartError
 from nbdist.runfiles import WorldRecord
@@ -80,6 +81,7 @@ class Processes:
                 "threads_per_rank": config.threads_per_rank,
                 "interface": config.interface,
                 "collective_timeout_seconds": config.collective_timeout_seconds,
+                "spares": config.spares,
             },
         )
         return cls(record, config, launcher)
@@ -107,7 +109,7 @@ class Processes:
         self.record.controller = self.record.processes[-1]
         self.record.save()
 
-    def _program(self, *place: int) -> list[str]:
+    def _program(self, *place: int | str) -> list[str]:
         words = [self.directory, self.record.num_ranks, *place]
         return [sys.executable, "-m", "nbdist.rank.supervisor", *map(str, words)]
 
@@ -125,9 +127,9 @@ class Processes:
         started = []
         if len(local_ranks) == num_ranks:
             # Nobody is left under the earlier launchers, which supervisors still hold.
-            old = [entry for entry in self.record.processes if entry != self.record.controller]
-            keeper.end(old)
-            self.record.processes = [self.record.controller]
+            kept = [self.record.controller, *self.record.spares.values()]
+            keeper.end([entry for entry in self.record.processes if entry not in kept])
+            self.record.processes = kept
             child = self._spawn("mpirun", self._mpi.arguments(num_ranks, self._program()))
             started.append(Relaunch("mpirun", child))
         else:
@@ -137,9 +139,21 @@ class Processes:
                 started.append(Relaunch(name, child))
         self.record.save()
         for entry in started:
-            # It ends with its ranks, at any time, perhaps after this client has dropped the world.
-            threading.Thread(target=entry.child.wait, daemon=True, name="nbdist-reaper").start()
+            _reap(entry.child)
         return started
+
+    def start_spares(self) -> None:
+        """Start spares until there are as many as the world was started with; returns at once."""
+        self.record.refresh()
+        alive = {t: e for t, e in self.record.spares.items() if keeper.is_alive(int(e[0]), e[1])}
+        for _ in range(self._config.spares - len(alive)):
+            token = secrets.token_hex(4)
+            program = self._program("spare", token)
+            child = self._spawn(f"spare-{token}", self._mpi.arguments(1, program))
+            alive[token] = self.record.processes[-1]
+            _reap(child)
+        self.record.spares = alive
+        self.record.save()
 
     def _spawn(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
         with (self.directory / "logs" / f"{name}.log").open("ab") as log_file:
@@ -148,7 +162,7 @@ class Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
-                env=self._environment(),
+                env=rank_environment(self.record, self._config, self._mpi),
                 start_new_session=True,
             )
         self._children.append(child)
@@ -169,38 +183,6 @@ class Processes:
         self._keeper.stdin.write(json.dumps(state).encode("ascii") + b"\n")
         self._keeper.stdin.flush()
 
-    def _environment(self) -> dict[str, str]:
-        cores = len(os.sched_getaffinity(0))
-        threads = self._config.threads_per_rank or max(1, cores // self.record.num_ranks)
-        paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-        home = str(Path(nbdist.__file__).parent.parent)
-        if home not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-            paths.insert(0, home)
-        defaults = {
-            **self._mpi.environment(),
-            "OMP_NUM_THREADS": str(threads),
-            # Waiting threads of one rank must not take the cores of the others.
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "GLOO_SOCKET_IFNAME": "lo",
-            # A failed NCCL collective must not end the process that holds the user's state.
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-            # Activations are allocated and freed in every step. By default glibc gives them back
-            # to the kernel and faults them in again, page by page (40,000 faults a step seen);
-            # kept, and in huge pages, they cost 5 to 9% less of a small model's step.
-            "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-            "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
-            "MALLOC_TOP_PAD_": str(64 << 20),
-            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-            "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-        }
-        forced = {
-            "NBDIST_INTERFACE": self._config.interface,
-            "PYTHONPATH": os.pathsep.join(paths),
-            # Nothing of a world is read from or written to the user's home.
-            "IPYTHONDIR": str(self.directory / "profile"),
-        }
-        return {**defaults, **os.environ, **forced}
-
     def check(self, stage: str) -> None:
         """Raise StartError if the controller, the MPI launcher or a rank has ended."""
         for name, child in zip(("mpirun", "controller"), self._children, strict=False):
@@ -215,11 +197,12 @@ class Processes:
             self._fail(stage, "mpirun", f"a rank's process {death.in_words(self.record.num_ranks)}")
 
     def _fail(self, stage: str, log: str, what: str) -> NoReturn:
+        path = self.directory / "logs" / f"{log}.log"
         raise StartError(
             f"the world of {self.record.num_ranks} ranks did not start: {what} while the ranks "
-            f"were at: {stage}; the log below says why",
+            f"were at: {stage}; {advice(log_tail(path, 200)) or 'the log below says why'}",
             stage=stage,
-            log=log_tail(self.directory / "logs" / f"{log}.log"),
+            log=log_tail(path),
         )
 
     def stop(self, patience_seconds: float) -> None:
@@ -247,7 +230,10 @@ class Processes:
             time.sleep(POLL_SECONDS)
         # A launcher may still hold supervisors of ranks that died: it is not waited for.
         deadline = time.monotonic() + LAUNCHER_SECONDS
+        spares = [entry[0] for entry in self.record.spares.values()]
         for launcher in [*self._children[:1], *self._children[2:]]:
+            if launcher.pid in spares:
+                continue
             with suppress(subprocess.TimeoutExpired):
                 launcher.wait(max(0.0, deadline - time.monotonic()))
 
@@ -258,6 +244,11 @@ class Relaunch:
 
     name: str
     child: subprocess.Popen[bytes]
+
+
+def _reap(child: subprocess.Popen[bytes]) -> None:
+    """Wait in a thread for a launcher, which may end after this client has dropped the world."""
+    threading.Thread(target=child.wait, daemon=True, name="nbdist-reaper").start()
 
 
 def log_tail(path: Path, num_lines: int = 20) -> str:

@@ -60,6 +60,18 @@ class WorldLink:
         self._lost.discard(rank)
         self._call(lambda: self._connect(rank, endpoint))
 
+    def give_up(self, rank: int) -> None:
+        """Take a rank for lost, whatever its connection says, until it is connected again."""
+        done = threading.Event()
+
+        def drop() -> None:
+            self._lost.add(rank)
+            self._drop(rank)
+            done.set()
+
+        self._call(drop)
+        done.wait()
+
     def post(self, rank: int, message: Message) -> None:
         """Send a message to a rank; never blocks."""
         if rank in self._lost or self._closing:
@@ -106,11 +118,12 @@ class WorldLink:
         monitor = sock.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_DELAYED)
         sock.connect(endpoint)
         self._sockets[rank], self._monitors[rank] = sock, monitor
+        self._lost.discard(rank)
         self._poller.register(sock, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
 
     def _send(self, rank: int, data: bytes) -> None:
-        if rank not in self._lost:
+        if rank in self._sockets:
             self._sockets[rank].send(data)
 
     def _run(self) -> None:
@@ -122,7 +135,7 @@ class WorldLink:
             for rank, sock in list(self._sockets.items()):
                 if sock in ready:
                     self._receive(rank, sock)
-                if self._monitors[rank] in ready:
+                if rank in self._monitors and self._monitors[rank] in ready:
                     self._check(rank)
         # `close` may have been called since the last look: what was posted before it is sent.
         self._make_calls()
@@ -171,6 +184,8 @@ class WorldLink:
             handler(rank, Unhandled(rank=rank, unhandled="lost"))
 
     def _drop(self, rank: int) -> None:
+        if rank not in self._sockets:
+            return
         sock, monitor = self._sockets.pop(rank), self._monitors.pop(rank)
         self._poller.unregister(sock)
         self._poller.unregister(monitor)

@@ -90,7 +90,8 @@ class Objects:
 
     def _view(self, ranks: Sequence[int]) -> Any:
         engine_ids = self._engine_ids()
-        view = self._connected(set(engine_ids.values()))[[engine_ids[rank] for rank in ranks]]
+        wanted = [engine_ids[rank] for rank in ranks]
+        view = self._connected(set(wanted))[wanted]
         # cloudpickle carries lambdas, closures and classes that were defined in a notebook.
         view.use_cloudpickle()
         return view

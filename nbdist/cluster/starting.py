@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
+from nbdist.cluster.causes import advice
 from nbdist.cluster.config import WorldConfig, default_num_ranks
 from nbdist.cluster.launch import Processes, log_tail
 from nbdist.cluster.link import WorldLink
 from nbdist.cluster.mpi import find_launcher
+from nbdist.cluster.rankfile import read_rank
 from nbdist.errors import RankLostError, StartError
 from nbdist.messages import (
     JoinFailed,
@@ -26,7 +29,7 @@ from nbdist.messages import (
 )
 from nbdist.runfiles import WorldRecord
 
-__all__ = ["Started", "start", "connect", "join_group", "read_endpoint", "ask"]
+__all__ = ["Started", "start", "join_group", "wait_until_registered", "ask"]
 
 POLL_SECONDS = 0.01
 
@@ -57,7 +60,7 @@ def start(config: WorldConfig, tell: Callable[[str], None]) -> Started:
         deadline = time.monotonic() + config.timeout_seconds
         _connect_all(processes, link, deadline, tell)
         tell("ranks are up; importing torch, registering")
-        infos = _first_group(processes, link, config, deadline, tell)
+        infos = _first_group(processes, link, deadline, tell)
     except BaseException:
         if link is not None:
             link.close()
@@ -66,32 +69,7 @@ def start(config: WorldConfig, tell: Callable[[str], None]) -> Started:
     return Started(processes=processes, link=link, infos=infos)
 
 
-def connect(link: WorldLink, record: WorldRecord) -> list[RankInfo]:
-    """Connect to the ranks of a running world and return who they are."""
-    ranks = list(range(record.num_ranks))
-    for rank in ranks:
-        endpoint = read_endpoint(Path(record.directory), rank)
-        if endpoint is None:
-            raise RankLostError(
-                f"world {record.world_id} has no file for rank {rank}; it is still starting or "
-                "was stopped; `nbdist worlds` lists what runs",
-                ranks=(rank,),
-            )
-        link.connect(rank, endpoint)
-    answers = ask(link, StatusQuery(query_id=uuid.uuid4().hex), ranks, timeout_seconds=10.0)
-    if missing := sorted(set(ranks) - set(answers)):
-        link.close()
-        raise RankLostError(
-            f"world {record.world_id} was found, but rank {missing[0]} does not answer; stop it "
-            f"with `nbdist stop {record.world_id}`",
-            ranks=tuple(missing),
-        )
-    return [answers[rank] for rank in ranks]
-
-
-def join_group(
-    link: WorldLink, record: WorldRecord, generation: int, timeout_seconds: float
-) -> list[RankInfo]:
+def join_group(link: WorldLink, record: WorldRecord, generation: int) -> list[RankInfo]:
     """Have all ranks join a generation of the group and verify it.
 
     Raises:
@@ -99,7 +77,7 @@ def join_group(
         RankLostError: a rank died meanwhile.
     """
     ranks = list(range(record.num_ranks))
-    answers = ask(link, _join_request(record, generation, timeout_seconds), ranks, 60.0)
+    answers = ask(link, _join_request(record, generation), ranks, 60.0)
     if missing := sorted(set(ranks) - set(answers)):
         raise RankLostError(
             f"generation {generation} of the process group was not made: rank {missing[0]} did "
@@ -107,6 +85,42 @@ def join_group(
             ranks=tuple(missing),
         )
     return [answers[rank] for rank in ranks]
+
+
+def wait_until_registered(
+    link: WorldLink, ranks: Sequence[int], check: Callable[[set[int]], None]
+) -> None:
+    """Wait until ranks have registered with the controller and take cells.
+
+    Args:
+        link: to the ranks, connected.
+        ranks: which ones.
+        check: is called with those that have not, ten times a second; ends the wait by raising.
+    """
+    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    query = StatusQuery(query_id=uuid.uuid4().hex)
+    end_stages = link.subscribe(Stage, lambda _rank, event: inbox.put(event))
+    link.listen(query.query_id, lambda _rank, event: inbox.put(event))
+    waiting = set(ranks)
+    try:
+        # A rank that registered before this client was connected will not say so again.
+        for rank in waiting - link.lost_ranks:
+            link.post(rank, query)
+        while waiting:
+            check(waiting)
+            with suppress(queue.Empty):
+                event = inbox.get(timeout=0.1)
+                if _has_registered(event):
+                    waiting.discard(event.rank)
+    finally:
+        end_stages()
+        link.listen(query.query_id, None)
+
+
+def _has_registered(event: Message) -> TypeGuard[RankInfo | Stage]:
+    if isinstance(event, RankInfo):
+        return event.engine_id >= 0
+    return isinstance(event, Stage) and event.text == "registered"
 
 
 def ask(
@@ -143,27 +157,19 @@ def _take(event: Message, answers: dict[int, RankInfo], waiting: set[int]) -> No
     elif isinstance(event, RankDone):  # the rank was lost
         waiting.discard(event.rank)
     elif isinstance(event, JoinFailed):
+        reason = "; ".join(filter(None, (event.reason.strip(), advice(event.reason))))
         raise StartError(
-            f"rank {event.rank} cannot join the process group: {event.reason}",
-            stage="process group",
+            f"rank {event.rank} cannot join the process group: {reason}", stage="process group"
         )
 
 
-def _join_request(record: WorldRecord, generation: int, timeout_seconds: float) -> JoinGroup:
+def _join_request(record: WorldRecord, generation: int) -> JoinGroup:
     return JoinGroup(
         query_id=uuid.uuid4().hex,
         generation=generation,
         store=str(Path(record.directory) / "store"),
-        timeout_seconds=timeout_seconds,
+        timeout_seconds=record.settings["collective_timeout_seconds"],
     )
-
-
-def read_endpoint(directory: Path, rank: int) -> str | None:
-    """Return where a rank listens; None while it has not said so."""
-    path = directory / "ranks" / f"{rank}.json"
-    if not path.exists():
-        return None
-    return str(json.loads(path.read_text())["endpoint"])
 
 
 def _connect_all(
@@ -174,8 +180,8 @@ def _connect_all(
     tell("waiting for MPI")
     while waiting:
         for rank in sorted(waiting):
-            if endpoint := read_endpoint(processes.directory, rank):
-                link.connect(rank, endpoint)
+            if (file := read_rank(processes.directory, rank)) is not None:
+                link.connect(rank, file.endpoint)
                 waiting.discard(rank)
         processes.check(stage)
         _check_deadline(processes, deadline, stage, waiting)
@@ -184,32 +190,18 @@ def _connect_all(
 
 
 def _first_group(
-    processes: Processes,
-    link: WorldLink,
-    config: WorldConfig,
-    deadline: float,
-    tell: Callable[[str], None],
+    processes: Processes, link: WorldLink, deadline: float, tell: Callable[[str], None]
 ) -> list[RankInfo]:
     """Wait for every rank's registration, then make generation 0."""
-    inbox: queue.SimpleQueue[Stage] = queue.SimpleQueue()
-    stop = link.subscribe(Stage, lambda _rank, event: inbox.put(event))  # type: ignore[arg-type]
-    waiting = set(range(processes.record.num_ranks))
-    ranks = sorted(waiting)
-    for rank in ranks:
-        link.post(rank, StatusQuery(query_id=f"start-{rank}"))
-    while waiting:
+    ranks = list(range(processes.record.num_ranks))
+
+    def check(waiting: set[int]) -> None:
         processes.check("registration with the controller")
         _check_deadline(processes, deadline, "registration with the controller", waiting)
-        try:
-            event = inbox.get(timeout=0.1)
-        except queue.Empty:
-            continue
-        if event.text == "registered":
-            waiting.discard(event.rank)
-    stop()
+
+    wait_until_registered(link, ranks, check)
     tell("making and verifying the process group")
-    request = _join_request(processes.record, 0, config.collective_timeout_seconds)
-    answers: dict[int, RankInfo] = {}
+    request = _join_request(processes.record, 0)
     answers = ask(link, request, ranks, max(1.0, deadline - time.monotonic()))
     if missing := sorted(set(ranks) - set(answers)):
         processes.check("process group")

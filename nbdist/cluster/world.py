@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nbdist.cluster import names, objects, starting
+from nbdist.cluster import attaching, names, objects, starting
 from nbdist.cluster.cell import CellResult, CellRun
 from nbdist.cluster.config import WorldConfig
 from nbdist.cluster.death import lost_error
@@ -69,6 +69,7 @@ class World(Healing):
         started = starting.start(settings, on_stage or (lambda _text: None))
         world = cls(started.processes.record, started.link, started.infos)
         world._processes = started.processes
+        started.processes.start_spares()
         if not settings.keep:
             atexit.register(world.stop)
         return world
@@ -76,6 +77,8 @@ class World(Healing):
     @classmethod
     def attach(cls, world_id: str | None = None) -> World:
         """Return a world that another client started, with the variables of its ranks.
+
+        Ranks whose process is gone are in `lost_ranks`; `heal` starts new ones.
 
         Args:
             world_id: which one; None takes the only one that runs.
@@ -85,7 +88,7 @@ class World(Healing):
         """
         record = find_world(world_id)
         link = WorldLink(Path(record.directory))
-        return cls(record, link, starting.connect(link, record))
+        return cls(record, link, attaching.connect(link, record))
 
     @property
     def num_ranks(self) -> int:

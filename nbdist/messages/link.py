@@ -14,9 +14,11 @@ __all__ = [
     "JoinGroup",
     "JoinFailed",
     "AbortGroup",
+    "TakePlace",
     "Shutdown",
     "RunCell",
     "Interrupt",
+    "StopDeferred",
     "WhereQuery",
     "Where",
     "CellNote",
@@ -102,6 +104,14 @@ class AbortGroup(Message):
     generation: int
 
 
+@message("take_place")
+class TakePlace(Message):
+    """Client to a spare process: be this rank from now on; said once, before anything else."""
+
+    rank: int
+    local_rank: int
+
+
 @message("shutdown")
 class Shutdown(Message):
     """Client to rank: end the process.
@@ -132,6 +142,14 @@ class RunCell(Message):
 class Interrupt(Message):
     """Client to rank: stop the cell of this id, and no other."""
 
+    cell_id: str
+
+
+@message("stop_deferred")
+class StopDeferred(Message):
+    """Rank to client: the cell has taken the interrupt and stops later, as after a step."""
+
+    rank: int
     cell_id: str
 
 

@@ -89,6 +89,11 @@ def line_parser() -> argparse.ArgumentParser:
     start.add_argument("--timeout", type=float, default=120.0, metavar="S", help="default 120")
     start.add_argument("--mpi", metavar="PATH", help="the mpirun to use")
     start.add_argument("--threads", type=int, metavar="T", help="threads of each rank")
+    start.add_argument(
+        "--spares", type=int, default=0, metavar="K",
+        help="processes that wait, torch imported, so that heal takes less than a second; "
+        "default 0",
+    )  # fmt: skip
     made["attach"].add_argument("world_id", nargs="?", help="needed when several worlds run")
     made["push"].add_argument("names", nargs="+", help="names of this notebook")
     made["pull"].add_argument("name", help="a name on the ranks")

@@ -112,6 +112,7 @@ class DistributedMagics(Magics):
             timeout_seconds=arguments.timeout,
             mpi_command=arguments.mpi,
             threads_per_rank=arguments.threads,
+            spares=arguments.spares,
         )
         set_world(world)
         display.done(world)
@@ -120,6 +121,9 @@ class DistributedMagics(Magics):
         world = World.attach(arguments.world_id)
         set_world(world)
         show_status(self._ip, world)
+        if world.lost_ranks:
+            lost = ", ".join(map(str, sorted(world.lost_ranks)))
+            say(f"rank {lost} has no process; `%distributed heal` starts one, the others go on")
 
     def _status(self, _arguments: argparse.Namespace) -> None:
         show_status(self._ip, current_world())
@@ -189,7 +193,10 @@ def _drive(stream: Generator[Message | None, None, None], view: CellView) -> Non
             return
         except KeyboardInterrupt as interrupt:
             if inspect.getgeneratorstate(stream) == inspect.GEN_CLOSED:
-                raise CellInterrupted("stopped on the ranks; their variables are kept") from None
+                said = f"; {interrupt}" if str(interrupt) else ""
+                raise CellInterrupted(
+                    f"stopped on the ranks; their variables are kept{said}"
+                ) from None
             pending = interrupt
 
 

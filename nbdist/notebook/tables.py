@@ -64,7 +64,10 @@ def show_status(shell: Any, world: World) -> None:
 
 def _title(world: World, infos: list[RankInfo]) -> str:
     generation = max((info.generation for info in infos), default=0)
-    return f"world {world.world_id}: {world.num_ranks} ranks, process group {generation} verified"
+    title = f"world {world.world_id}: {world.num_ranks} ranks, process group {generation} verified"
+    if wanted := world.record.settings["spares"]:
+        title += f", {world.num_spares_ready} of {wanted} spare{'s' * (wanted > 1)} ready"
+    return title
 
 
 def show(shell: Any, bundle: dict[str, str], display_id: str = "", *, update: bool = False) -> None:

@@ -13,9 +13,11 @@ import logging
 import os
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nbdist import keeper
 from nbdist.messages import (
     AbortGroup,
     JoinFailed,
@@ -26,34 +28,54 @@ from nbdist.messages import (
     Stage,
     StatusQuery,
 )
-from nbdist.rank.binding import Place, bind_device, read_place, take_place
+from nbdist.rank.binding import Device, Place, bind_device, read_place, take_place
 from nbdist.rank.link import RankLink
 from nbdist.runfiles import write_json
 
-__all__ = ["Rank", "main"]
+if TYPE_CHECKING:
+    from nbdist.rank.executor import Executor
+    from nbdist.rank.group import Group
+    from nbdist.rank.namespace import Namespace
+
+__all__ = ["Rank", "forget_loaded", "open_link", "main"]
 
 log = logging.getLogger(__name__)
 
 
-def _import_torch(failure: list[BaseException]) -> None:
-    try:
-        import torch.distributed  # noqa: F401
-    except BaseException as error:  # noqa: BLE001 - handed to the thread that needs torch
-        failure.append(error)
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """What a rank has once it takes cells."""
+
+    engine_id: int
+    executor: Executor
+    namespace: Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class _Membership:
+    """What a rank has once it has joined its first process group."""
+
+    device: Device
+    group: Group
 
 
 class Rank:
-    """Ties the parts of a rank together; lives as long as the process."""
+    """Ties the parts of a rank together; lives as long as the process.
 
-    def __init__(self, directory: Path, place: Place, link: RankLink) -> None:
+    Args:
+        directory: the world's.
+        place: which rank this is; None for a spare, which is told later.
+        link: to the clients.
+    """
+
+    def __init__(self, directory: Path, place: Place | None, link: RankLink) -> None:
         self.directory = directory
         self.place = place
         self.link = link
-        self.engine_id = -1
-        self._info: RankInfo | None = None
         self._torch_failure: list[BaseException] = []
-        self._torch = threading.Thread(target=_import_torch, args=(self._torch_failure,))
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._torch = threading.Thread(target=self._import_torch, name="nbdist-import")
+        self._session: _Session | None = None
+        self._membership: _Membership | None = None
         link.on_message(Shutdown, self._shutdown)
         link.on_message(StatusQuery, self._tell_status)
 
@@ -61,36 +83,64 @@ class Rank:
         """Start importing torch in a thread."""
         self._torch.start()
 
+    def wait_for_torch(self) -> None:
+        """Return when torch has been imported; raise what its import has raised."""
+        self._torch.join()
+        if self._torch_failure:
+            raise self._torch_failure[0]
+
+    def announce(self) -> None:
+        """Write where clients reach this rank."""
+        assert self.place is not None, "a spare announces itself when it has a place"
+        pid = os.getpid()
+        entry = {
+            "rank": self.place.rank,
+            "endpoint": self.link.endpoint,
+            "pid": pid,
+            "started": keeper.start_ticks(pid),
+            "local_rank": self.place.local_rank,
+            "host": self.place.host,
+        }
+        write_json(self.directory / "ranks" / f"{self.place.rank}.json", entry)
+
     def host_cells(self, kernel: Any, engine_id: int) -> None:
         """Take cells from now on (main thread, inside the running event loop)."""
         from nbdist.rank.names import NameService
         from nbdist.rank.namespace import Namespace
         from nbdist.rank.session import open_session
 
-        self.engine_id = engine_id
-        self._loop = asyncio.get_running_loop()
-        self.executor = open_session(kernel, self.link, self.directory)
-        self.namespace = Namespace(kernel.shell.user_ns)
-        NameService(kernel, self.link, self.executor, self.namespace.is_ours)
-        self.link.on_message(JoinGroup, self._join_soon)
+        loop = asyncio.get_running_loop()
+        executor = open_session(kernel, self.link, self.directory)
+        namespace = Namespace(kernel.shell.user_ns)
+        NameService(kernel, self.link, executor, namespace.is_ours)
+
+        def join_soon(message: Message) -> None:
+            loop.call_soon_threadsafe(self._join, message)
+
+        self.link.on_message(JoinGroup, join_soon)
         self.link.on_message(AbortGroup, self._abort)
+        self._session = _Session(engine_id, executor, namespace)
         self.stage("registered")
 
     def stage(self, text: str, *, failed: bool = False) -> None:
         """Tell the client what this rank is doing."""
-        self.link.emit(Stage(rank=self.place.rank, text=text, failed=failed))
+        self.link.emit(Stage(rank=self.link.rank, text=text, failed=failed))
 
-    def _join_soon(self, message: Message) -> None:
-        assert self._loop is not None, "host_cells has set the loop"
-        self._loop.call_soon_threadsafe(self._join, message)
+    def _import_torch(self) -> None:
+        try:
+            import torch.distributed  # noqa: F401
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that needs torch
+            self._torch_failure.append(error)
 
     def _join(self, message: Message) -> None:
         """Join a generation of the group and answer with who this rank is (main thread)."""
         assert isinstance(message, JoinGroup), message
+        assert self._session is not None, "is asked once it takes cells"
+        assert self.place is not None, "takes cells once it has a place"
         try:
-            self._first_join()
-            self.group.join(message.generation, message.store, message.timeout_seconds)
-            self.namespace.set_mesh(self.device.name, self.place.world_size)
+            member = self._membership = self._membership or self._first_join()
+            member.group.join(message.generation, message.store, message.timeout_seconds)
+            self._session.namespace.set_mesh(member.device.name, self.place.world_size)
         except Exception as error:
             log.exception("rank %d cannot join generation %d", self.place.rank, message.generation)
             self.link.emit(
@@ -104,30 +154,25 @@ class Rank:
             return
         self._tell_status(message)
 
-    def _first_join(self) -> None:
-        if hasattr(self, "group"):
-            return
-        self._torch.join()
-        if self._torch_failure:
-            raise self._torch_failure[0]
+    def _first_join(self) -> _Membership:
+        assert self._session is not None, "joins once it takes cells"
+        assert self.place is not None, "takes cells once it has a place"
+        self.wait_for_torch()
         from nbdist.rank.group import Group
-
-        self.device = bind_device(self.place.local_rank)
-        self.group = Group(self.place.rank, self.place.world_size, self.device.name)
-        self._watch_collectives()
-        self.namespace.set_place(self.place, self.device.name)
-        # What is loaded by now stays: the collector need not look at it again in every step.
-        gc.collect()
-        gc.freeze()
-
-    def _watch_collectives(self) -> None:
         from nbdist.rank.whereabouts import watch_collectives
 
-        watch_collectives(self.directory, self.link, self.group, self.executor)
+        device = bind_device(self.place.local_rank)
+        group = Group(self.place.rank, self.place.world_size, device.name)
+        watch_collectives(self.directory, self.link, group, self._session.executor)
+        self._session.namespace.set_place(self.place, device.name)
+        forget_loaded()
+        return _Membership(device, group)
 
     def _tell_status(self, message: Message) -> None:
         assert isinstance(message, StatusQuery | JoinGroup), message
-        device = getattr(self, "device", None)
+        assert self.place is not None, "a spare is told its place first"
+        session, member = self._session, self._membership
+        device = member.device if member else Device(name="", label="", memory_bytes=0)
         self.link.emit(
             RankInfo(
                 rank=self.place.rank,
@@ -135,24 +180,39 @@ class Rank:
                 local_rank=self.place.local_rank,
                 host=self.place.host,
                 pid=os.getpid(),
-                device=device.name if device else "",
-                device_name=device.label if device else "",
-                memory_bytes=device.memory_bytes if device else 0,
-                engine_id=self.engine_id,
-                generation=self.group.generation if device else -1,
-                running_cell=self.executor.running_cell if hasattr(self, "executor") else "",
+                device=device.name,
+                device_name=device.label,
+                memory_bytes=device.memory_bytes,
+                engine_id=session.engine_id if session else -1,
+                generation=member.group.generation if member else -1,
+                running_cell=session.executor.running_cell if session else "",
                 query_id=message.query_id,
             )
         )
 
     def _abort(self, message: Message) -> None:
         assert isinstance(message, AbortGroup), message
-        self.group.abort(message.generation)
+        if self._membership is not None:
+            self._membership.group.abort(message.generation)
 
     def _shutdown(self, message: Message) -> None:
         assert isinstance(message, Shutdown), message
         # gloo threads abort a process that ends by returning from main: leave without them.
         os._exit(message.exit_code)
+
+
+def forget_loaded() -> None:
+    """Take what is loaded by now out of the collector's sight: it stays in any case."""
+    gc.collect()
+    gc.freeze()
+
+
+def open_link(directory: Path, rank: int) -> RankLink:
+    """Return a link that listens where the client has said, with the world's keys."""
+    keys = json.loads((directory / "keys.json").read_text())
+    interface = os.environ.get("NBDIST_INTERFACE", "127.0.0.1")
+    pair = (keys["public"].encode("ascii"), keys["secret"].encode("ascii"))
+    return RankLink(rank, interface, pair)
 
 
 def main() -> None:
@@ -163,18 +223,11 @@ def main() -> None:
         place = take_place(int(sys.argv[3]), int(sys.argv[4]), world_size)
     else:
         place = read_place(world_size)
-    keys = json.loads((directory / "keys.json").read_text())
-    interface = os.environ.get("NBDIST_INTERFACE", "127.0.0.1")
-    link = RankLink(
-        place.rank, interface, (keys["public"].encode("ascii"), keys["secret"].encode("ascii"))
-    )
+    link = open_link(directory, place.rank)
     rank = Rank(directory, place, link)
     rank.import_torch_soon()
     link.start()
-    write_json(
-        directory / "ranks" / f"{place.rank}.json",
-        {"rank": place.rank, "endpoint": link.endpoint, "pid": os.getpid()},
-    )
+    rank.announce()
     from nbdist.rank.ipengine import run_engine
 
     run_engine(rank)

@@ -13,18 +13,29 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from types import FrameType
 from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbdist.messages import Interrupt, Message, RankDone, RankError, RankFailed, RunCell
+from nbdist.messages import (
+    Interrupt,
+    Message,
+    RankDone,
+    RankError,
+    RankFailed,
+    RunCell,
+    StopDeferred,
+)
+from nbdist.rank import loaders
 from nbdist.rank.link import RankLink
 from nbdist.rank.output import CellOutput, FdCapture
 
 __all__ = ["Executor"]
 
 _RUN_CODE = InteractiveShell.run_code.__code__
+_MAKE_LOADER = "_MultiProcessingDataLoaderIter.__init__"
 _libc = ctypes.CDLL(None)
 
 RETRY_SECONDS = 0.05
@@ -61,8 +72,8 @@ class Executor:
         self._failed_at = 0.0
         # IPython's hook point for front ends.
         shell._showtraceback = self._show_traceback  # type: ignore[method-assign,assignment]
-        self._format_traceback = shell.showtraceback
-        shell.showtraceback = self._tell_failure  # type: ignore[method-assign]
+        self._show_in_full = shell.showtraceback
+        shell.showtraceback = self._show_or_list  # type: ignore[method-assign]
         signal.signal(signal.SIGINT, self._on_sigint)
         link.on_message(RunCell, self._accept)
         link.on_message(Interrupt, self._interrupt)
@@ -111,6 +122,7 @@ class Executor:
             status = await self._execute(message)
         except (KeyboardInterrupt, asyncio.CancelledError):
             status = "interrupted"
+            loaders.end_workers()
         finally:
             self._drain()
             with self._lock:
@@ -144,15 +156,29 @@ class Executor:
         if error is None:
             return "ok"
         stopped = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
-        return "interrupted" if stopped and self._interrupted else "error"
+        if not (stopped and self._interrupted):
+            return "error"
+        # First the workers: a loader that goes with its frame would wait for them.
+        loaders.end_workers()
+        loaders.clear_frames(error)
+        return "interrupted"
 
-    def _tell_failure(self, *args: Any, **kwargs: Any) -> None:
-        """Say at once that the cell has failed: the first traceback of a process takes a second."""
-        # Only for the cell itself: one that it runs by `run_cell` may fail and the cell go on.
-        if kwargs.get("running_compiled_code") and _depth(sys._getframe(1)) == 1:
-            self._failed_at = time.time()
-            self._output.event(RankFailed)
-        self._format_traceback(*args, **kwargs)
+    def _show_or_list(self, *args: Any, **kwargs: Any) -> None:
+        """Show the exception of a cell as IPython does, after a stop only list its calls.
+
+        Nobody reads the traceback of a stop, and IPython takes up to a second to set one.
+        """
+        if not (self._current and self._interrupted):
+            # Only for the cell itself: one that it runs by `run_cell` may fail and the cell go on.
+            if kwargs.get("running_compiled_code") and _depth(sys._getframe(1)) == 1:
+                self._failed_at = time.time()
+                self._output.event(RankFailed)
+            self._show_in_full(*args, **kwargs)
+            return
+        etype, value, trace = sys.exc_info()
+        assert etype is not None, "IPython calls this while it handles an exception"
+        lines = traceback.format_exception(etype, value, trace)
+        self._show_traceback(etype, value, ["".join(lines).rstrip()])
 
     def _show_traceback(self, etype: type[BaseException], value: Any, lines: list[str]) -> None:
         try:
@@ -181,14 +207,18 @@ class Executor:
                 return
             self._interrupted = True
         self._put_off_until = time.monotonic() + IMPORT_SECONDS
+        # Code that has put its own handler in place, as a trainer, chooses when it stops.
+        if signal.getsignal(signal.SIGINT) not in (self._on_sigint, signal.default_int_handler):
+            self._link.emit(StopDeferred(rank=self._link.rank, cell_id=message.cell_id))
         _signal_main_thread()
 
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
         del signum
         if not self._current or not self._interrupted:
             return
-        if _is_importing(frame) and time.monotonic() < self._put_off_until:
-            # A module that is half imported stays broken for the rest of the process.
+        if _is_half_done(frame) and time.monotonic() < self._put_off_until:
+            # A module that is half imported stays broken for the rest of the process, and of a
+            # loader that is half made some workers are known to nobody.
             threading.Timer(RETRY_SECONDS, _signal_main_thread).start()
             return
         while frame is not None:
@@ -215,9 +245,10 @@ def _depth(frame: FrameType | None) -> int:
     return depth
 
 
-def _is_importing(frame: FrameType | None) -> bool:
+def _is_half_done(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code is not _RUN_CODE:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+        code = frame.f_code
+        if code.co_filename == "<frozen importlib._bootstrap>" or code.co_qualname == _MAKE_LOADER:
             return True
         frame = frame.f_back
     return False

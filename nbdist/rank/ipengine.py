@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
 import threading
 import time
 from pathlib import Path
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from nbdist.rank.engine import Rank
 
 __all__ = ["run_engine"]
+
+log = logging.getLogger(__name__)
 
 CONTROLLER_SECONDS = 60
 POLL_SECONDS = 0.01
@@ -46,7 +50,12 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         """Finish ipyparallel's part, then host cells."""
         await super().complete_registration(msg, connect, maybe_tunnel)
         self.kernel.shell_channel_thread = _NoShellChannelThread()
-        self.host.host_cells(self.kernel, self.id)
+        try:
+            self.host.host_cells(self.kernel, self.id)
+        except BaseException:
+            # ipyparallel drops it, and a client would wait for this rank in vain.
+            log.exception("this process cannot take cells")
+            os._exit(1)
 
     def redirect_output(self, iopub_socket: Any) -> None:
         """Leave the streams to the link."""
@@ -64,7 +73,7 @@ def run_engine(rank: Rank) -> None:
     _wait_for(connection)
     engine = RankEngine.instance()
     engine.host = rank
-    engine.id = rank.place.rank
+    engine.id = rank.place.rank if rank.place else None
     engine.initialize(
         [
             f"--profile-dir={rank.directory / 'profile'}",

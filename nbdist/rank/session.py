@@ -36,5 +36,7 @@ def open_session(kernel: Any, link: RankLink, directory: Path) -> Executor:
     shell.displayhook = LinkDisplayHook(parent=shell, shell=shell)  # type: ignore[no-untyped-call]
     shell.displayhook.output = output
     shell.display_trap.hook = shell.displayhook
+    # IPython would set every traceback a second time, for a history that nobody reads here.
+    shell._format_exception_for_storage = lambda *_args, **_kwargs: {}
     install_port(link)
     return Executor(shell, link, output, captures)

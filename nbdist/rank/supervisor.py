@@ -1,9 +1,10 @@
 """Starts the process of a rank and stays behind to say how it ended (rank).
 
-`python -m nbdist.rank.supervisor DIRECTORY WORLD_SIZE [RANK LOCAL_RANK]` is what the MPI launcher
-starts. It forks before anything large is imported. The child becomes the rank; with RANK and
-LOCAL_RANK it takes the place of one that has ended, else MPI tells it its place. The parent only
-waits, and writes `ranks/PID.exit` when the child has ended.
+`python -m nbdist.rank.supervisor DIRECTORY WORLD_SIZE [RANK LOCAL_RANK | spare TOKEN]` is what the
+MPI launcher starts. It forks before anything large is imported. The child becomes the rank: with
+RANK and LOCAL_RANK it takes the place of one that has ended, as a spare it waits until a client
+gives it one, else MPI tells it its place. The parent only waits, and writes `ranks/PID.exit` when
+the child has ended.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def main() -> None:
     pid = os.fork()
     if pid == 0:
         _die_with(supervisor)
-        from nbdist.rank.engine import main as be_rank
+        if sys.argv[3:4] == ["spare"]:
+            from nbdist.rank.spare import main as be_rank
+        else:
+            from nbdist.rank.engine import main as be_rank
 
         be_rank()
         return

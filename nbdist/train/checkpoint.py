@@ -66,11 +66,13 @@ class CheckpointConfig:
         directory: seen by all ranks; made if missing.
         every_steps: steps between saves; the end of a run is saved too.
         keep_last: checkpoints kept; older ones are deleted after a save.
+        save_on_stop: save the step after which Ctrl-C has stopped `Trainer.fit`, too.
     """
 
     directory: str | Path
     every_steps: int
     keep_last: int = 3
+    save_on_stop: bool = True
 
     def __post_init__(self) -> None:
         if self.every_steps < 1 or self.keep_last < 1:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from nbdist.errors import CheckpointError, NoWorldError
 from nbdist.train import checkpoint
+from nbdist.train.autosave import save_stopped
 from nbdist.train.interrupt import StopRequest
 from nbdist.train.mesh import build_mesh, data_parallel_place
 from nbdist.train.metrics import ProgressLine, StepRecord, TrainHistory
@@ -82,7 +83,8 @@ class Trainer:
         """Train until `num_steps` steps are done, and return the history.
 
         Called again, it goes on from `step`: nothing is trained twice. Ctrl-C ends it after the
-        running step, on all ranks alike; a second Ctrl-C at once.
+        running step, on all ranks alike, and saves that step if checkpoints are configured; a
+        second Ctrl-C ends it at once.
 
         Args:
             resume: True loads the newest checkpoint first and requires one; "auto" loads it if
@@ -92,7 +94,8 @@ class Trainer:
             CheckpointError: nothing to resume from, another run's checkpoints are in the way, or
                 the ranks' weights do not belong together.
             NoWorldError: the process group of the model is gone.
-            KeyboardInterrupt: Ctrl-C; the trainer stays usable.
+            KeyboardInterrupt: Ctrl-C; the trainer stays usable. The text tells the step and the
+                checkpoint.
         """
         self._begin(resume)
         shown = dist.get_rank() == 0
@@ -102,9 +105,9 @@ class Trainer:
                 record = self._evaluate_if_due(self._train_step(stop))
                 self.history.records.append(record)
                 line.show(record)
-                self._save_if_due(record)
+                saved = self._save_if_due(record)
                 if self._stop_agreed:
-                    raise KeyboardInterrupt(f"stopped after step {self.step}; fit() goes on")
+                    raise KeyboardInterrupt(save_stopped(self, saved))
         return self.history
 
     def resume(self) -> TrainHistory:
@@ -267,10 +270,11 @@ class Trainer:
             return record
         return dataclasses.replace(record, validation_loss=self.evaluate())
 
-    def _save_if_due(self, record: StepRecord) -> None:
+    def _save_if_due(self, record: StepRecord) -> Path | None:
         where = self.config.checkpoint
         if where and (record.step % where.every_steps == 0 or record.step == self.config.num_steps):
-            self.save()
+            return self.save()
+        return None
 
     def _on_device(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         inputs, targets = pair

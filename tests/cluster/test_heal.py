@@ -201,6 +201,37 @@ def test_world_healed_by_another_client_is_taken_up_by_its_owner(own_world):
     assert total_of(own_world) == {3}
 
 
+def test_attach_finds_the_living_ranks_and_heals_the_lost_one(own_world):
+    own_world.run("kept = rank + 7")
+    own_world.push([0], here=1)
+    own_world.run("import os, torch.distributed as dist")
+    with pytest.raises(RankLostError):
+        own_world.run("if rank == 1: os._exit(3)\ndist.barrier()")
+
+    other = World.attach(own_world.world_id)
+    try:
+        assert other.lost_ranks == {1}
+        assert [info.rank for info in other.status()] == [0]
+        assert other.run("print(kept)", ranks=[0]).text[0] == "7\n"
+        assert other.pull("here", [0]) == {0: 1}
+        with pytest.raises(RankLostError, match=r"rank 1 is wanted.*ended with exit code 3"):
+            other.run("1")
+        assert other.heal() == [1]
+        assert total_of(other) == {3}
+        assert other.last_heal.deaths == {1: "ended with exit code 3"}
+        kill(other, 0)
+        kill(other, 1)
+        third = World.attach(own_world.world_id)  # none of its ranks lives
+        assert third.lost_ranks == {0, 1}
+        assert third.heal() == [0, 1]
+        assert total_of(third) == {3}
+        third._objects.close()
+        third._link.close()
+    finally:
+        other._objects.close()
+        other._link.close()
+
+
 def test_attach_and_stop_after_a_heal_leave_nothing():
     world = World.start(2)
     first_launcher = world.record.processes[0]

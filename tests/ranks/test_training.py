@@ -144,18 +144,19 @@ def _interrupted(rank):
             return batch(step)
 
     trainer._data = Interrupting()
-    stopped_at = None
+    stopped_at, told = None, ""
     try:
         trainer.fit()
-    except KeyboardInterrupt:
-        stopped_at = trainer.step
-    return stopped_at, plain, trainer.fit().losses, trainer.fit().losses
+    except KeyboardInterrupt as interrupt:
+        stopped_at, told = trainer.step, str(interrupt)
+    return stopped_at, told, plain, trainer.fit().losses, trainer.fit().losses
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_interrupt_on_one_rank_stops_all_after_the_same_step(world_size):
-    for stopped_at, plain, continued, again in run_ranks(_interrupted, world_size):
+    for stopped_at, told, plain, continued, again in run_ranks(_interrupted, world_size):
         assert stopped_at == 2
+        assert told.startswith("stopped after step 2; fit() goes on; no checkpoint was written")
         assert continued == plain  # bit for bit: nothing lost, nothing trained twice
         assert again == plain  # a finished run does not train on
 
