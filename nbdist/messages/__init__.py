@@ -1,6 +1,7 @@
 """Every value that crosses a process border (anywhere; standard library only)."""
 
 from nbdist.messages.link import (
+    TEXT_LIMIT,
     AbortGroup,
     CellEvent,
     CellNote,
@@ -60,6 +61,7 @@ __all__ = [
     "RankDisplay",
     "RankError",
     "RankDone",
+    "TEXT_LIMIT",
     "CompleteQuery",
     "InspectQuery",
     "NamesQuery",

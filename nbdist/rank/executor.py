@@ -101,7 +101,7 @@ class Executor:
         """Run one cell from its first event to `RankDone`."""
         started = time.perf_counter()
         self._interrupted = False
-        self._output.begin(message.cell_id)
+        self._output.begin(message.cell_id, message.text_limit)
         status = "ok"
         try:
             status = await self._execute(message)
