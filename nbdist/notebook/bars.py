@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 __all__ = ["Bar", "parse", "merge"]
@@ -94,7 +94,7 @@ def _parse_rich(row: str) -> Bar | None:
     )
 
 
-def merge(states: Mapping[int, Bar], going: Iterable[int], *, name_slowest: bool = True) -> str:
+def merge(states: Mapping[int, Bar], going: Collection[int], *, name_slowest: bool = True) -> str:
     """Return the one line for the states of a bar on its ranks.
 
     It is the bar of the rank that is furthest. The slowest is named when it is behind by more
@@ -106,12 +106,13 @@ def merge(states: Mapping[int, Bar], going: Iterable[int], *, name_slowest: bool
         going: ranks whose bar has not ended.
         name_slowest: whether to name it at all.
     """
-    if not set(going):
+    if not going:
         return max(states.values(), key=lambda bar: (-bar.done, bar.elapsed)).line
-    first = max(states.values(), key=lambda bar: bar.done)
+    leader = max(states, key=lambda rank: states[rank].done)
     slowest = min(states, key=lambda rank: states[rank].done)
-    behind = first.done - states[slowest].done
-    if not name_slowest or behind <= max(1.0, first.per_second / 2):
+    first = states[leader]
+    slack = max(1.0, first.per_second / 2 if leader in going else 0.0)
+    if not name_slowest or first.done - states[slowest].done <= slack:
         return first.line
     return f"{first.line}  slowest: rank {slowest} at {states[slowest].done_text}"
 
