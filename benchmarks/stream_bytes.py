@@ -17,7 +17,7 @@ from jupyter_client.manager import KernelManager
 CASES = {
     "short lines": "for i in range(2000): print(rank, i)",
     "lines of 40": "for i in range(2000): print(f'rank {rank} step {i:5} ' + 'loss 0.123456 ' * 2)",
-    "1 MB": "for i in range(5000): print(f'{rank} {i:6}', 'x' * 91)",
+    "1 MB": "for i in range(4900): print(f'{rank} {i:6}', 'x' * 91)",
     "equal lines": "for i in range(2000): print(f'step {i:5} ' + 'x' * 29)",
     "tqdm": "import time, tqdm\nfor _ in tqdm.tqdm(range(1000)): time.sleep(0.003)",
     "10 MB": "for i in range(50_000): print(f'{rank} {i:6}', 'x' * 91)",
@@ -32,16 +32,11 @@ client = cluster.start_and_connect_sync(activate=True)
 client[:].scatter("rank", range({n}), flatten=True, block=True)
 """
 COUNT = """
-import io, contextlib
-class _Count(io.TextIOBase):
-    text = ""
-    def write(self, text):
-        self.text += text
-        return len(text)
-_count = _Count()
-with contextlib.redirect_stdout(_count), contextlib.redirect_stderr(_count):
+import contextlib, io
+with contextlib.redirect_stdout(io.StringIO()) as _count, contextlib.redirect_stderr(_count):
     exec({source!r})
-num_bytes, num_lines = len(_count.text.encode()), max(_count.text.count("\\n"), 1)
+num_bytes = len(_count.getvalue().encode())
+num_lines = max(_count.getvalue().count("\\n"), 1)
 """
 
 

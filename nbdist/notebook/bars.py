@@ -90,6 +90,8 @@ def _parse_rich(row: str) -> Bar | None:
         name=f"{found['desc'].strip()}|%|rich",
         done=float(done),
         done_text=f"{done}%",
+        # Not drawn: as if it took five seconds in all.
+        per_second=20.0,
         is_complete=done == "100",
     )
 

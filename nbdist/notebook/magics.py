@@ -72,7 +72,7 @@ class DistributedMagics(Magics):
                 ranks,
                 options.timeout,
                 execution_count=self._ip.execution_count,
-                text_limit=MAX_CHARS // len(ranks),
+                text_limit=2 * MAX_CHARS // len(ranks),
             )
         except SyntaxError as error:
             raise CellSyntaxError(error) from None

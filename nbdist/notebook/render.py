@@ -96,7 +96,8 @@ class CellView:
         self._outlet.flush()
         self._outlet.show_tail(force=True)
         if self._note.text is not None and self._live and (self._note_is_status or not failed):
-            self._note.show(f"ranks {span(self._ranks)}: {self._seconds:.1f} s", force=True)
+            who = f"rank{'s' * (len(self._ranks) > 1)} {span(self._ranks)}"
+            self._note.show(f"{who}: {self._seconds:.1f} s", force=True)
         sys.stdout.flush()
         sys.stderr.flush()
 

@@ -12,6 +12,7 @@ MAX_ROWS = 50
 _CONTROL = re.compile(r"(\n|\r|\x1b\[[0-9;?]*[A-Za-z])")
 _CUT = re.compile(r"\x1b(\[[0-9;?]*)?$")
 _COLOUR = "m"
+_HIDE, _SHOW = "\x1b[?25l", "\x1b[?25h"
 
 
 class Screen:
@@ -19,7 +20,8 @@ class Screen:
 
     A row below which the cursor has gone is finished, unless it is a progress bar: programs that
     draw several bars go down and up again. Such a row is finished once an ordinary row follows,
-    or once the cursor has stayed below for a moment (`settle`).
+    or once the cursor has stayed below for a moment (`settle`). A program that hides the cursor,
+    as rich does, goes up and redraws: what stands above the place it goes to is finished.
 
     Text after a carriage return replaces the row. Colours are kept, other escapes dropped.
     """
@@ -29,6 +31,8 @@ class Screen:
         self._at = 0
         self._replace = False
         self._pending = ""
+        self._is_hidden = False
+        self._is_redrawn = False
 
     @property
     def live(self) -> list[str]:
@@ -57,15 +61,12 @@ class Screen:
             elif part.startswith("\x1b") and part[-1] != _COLOUR:
                 self._escape(part)
             elif part:
-                self._put(part)
+                self._put(part, done)
         return done
 
     def settle(self) -> list[str]:
-        """Finish the rows above the cursor."""
-        rows = [row for row in self._rows[: self._at] if row.strip()]
-        del self._rows[: self._at]
-        self._at = 0
-        return rows
+        """Finish the rows above the cursor, unless they are about to be redrawn."""
+        return [] if self._is_hidden else self._finish_above()
 
     def end(self) -> list[str]:
         """Finish everything."""
@@ -88,18 +89,30 @@ class Screen:
             return rest
         return text
 
-    def _put(self, text: str) -> None:
+    def _finish_above(self) -> list[str]:
+        rows = [row for row in self._rows[: self._at] if row.strip()]
+        del self._rows[: self._at]
+        self._at = 0
+        return rows
+
+    def _put(self, text: str, done: list[str]) -> None:
+        if self._is_redrawn:
+            done += self._finish_above()
+            self._is_redrawn = False
         self._rows[self._at] = text if self._replace else self._rows[self._at] + text
         self._replace = False
 
     def _escape(self, code: str) -> None:
         count = int(code[2:-1]) if code[2:-1].isdigit() else 1
-        if code[-1] == "A":
+        if code in (_HIDE, _SHOW):
+            self._is_hidden = code == _HIDE
+        elif code[-1] == "A":
             self._at = max(self._at - count, 0)
         elif code[-1] == "B":
             self._at = min(self._at + count, len(self._rows) - 1)
         elif code[-1] in "KJ":
             self._rows[self._at] = ""
+            self._is_redrawn = self._is_hidden
             if code[-1] == "J":
                 del self._rows[self._at + 1 :]
         while len(self._rows) > self._at + 1 and not self._rows[-1].strip():
@@ -119,6 +132,8 @@ class Screen:
         self._replace = not is_last
         if is_last:
             self._rows.append("")
+        if self._is_hidden and self._at <= MAX_ROWS:
+            return
         has_bars = any(parse(row) for row in self._rows[: self._at])
         if is_last and (not has_bars or (bar is None and row.strip()) or self._at > MAX_ROWS):
             done += self._rows[: self._at] if not has_bars else self.settle()

@@ -1,5 +1,6 @@
 """Output of many ranks as a front end sees it: one real kernel, two real ranks."""
 
+import re
 import time
 
 import psutil
@@ -41,6 +42,50 @@ def test_nested_bars_end_as_one_bar_and_never_as_control_characters(notebook):
     assert "inner" not in states[-1]
 
 
+def test_rich_progress_is_one_bar_and_its_text_comes_once(notebook):
+    pytest.importorskip("rich")
+    source = (
+        "%%distributed\nimport time\nfrom rich.progress import Progress\n"
+        "with Progress() as bars:\n"
+        "    task = bars.add_task('fit', total=5)\n"
+        "    for step in range(5):\n"
+        "        time.sleep(0.2); bars.advance(task); bars.console.print('step', step, rank)"
+    )
+    cell = notebook.run(source)
+    colours = re.compile(r"\x1b\[[0-9;]*m")
+    lines = colours.sub("", cell.out).splitlines()
+    assert sorted(lines) == sorted(f"[{r}] step {i} {r}" for i in range(5) for r in (0, 1))
+    assert "\x1b" not in colours.sub("", cell.out)
+    assert re.match(r"\[0-1\] fit .* 100%", texts_of(cell)[-1])
+
+
+def test_clear_output_of_both_ranks_clears_once_a_step(notebook):
+    source = (
+        "%%distributed\nimport time\nfrom IPython.display import clear_output\n"
+        "for step in range(3): clear_output(wait=True); print('step', step); time.sleep(0.1)"
+    )
+    sent = notebook.send(source)
+    shown, cleared = "", 0
+    while True:
+        message = notebook.client.get_iopub_msg(timeout=30)
+        if message["msg_type"] == "clear_output":
+            shown, cleared = "", cleared + 1
+        elif message["msg_type"] == "stream":
+            shown += message["content"]["text"]
+        elif message["content"].get("execution_state") == "idle":
+            break
+    assert notebook.client.get_shell_msg(timeout=10)["parent_header"]["msg_id"] == sent
+    assert (shown, cleared) == ("[0-1] step 2\n", 3)
+
+
+@pytest.mark.parametrize("module", ["tqdm", "tqdm.notebook"])
+def test_short_bar_is_one_line_of_text(notebook, module):
+    cell = notebook.run(f"%%distributed\nimport {module} as t\nfor _ in t.tqdm(range(3)): pass")
+    assert cell.err.startswith("[0-1] 100%")
+    assert cell.err.count("\n") == 1
+    assert cell.displays == []
+
+
 @pytest.mark.parametrize(
     ("source", "out", "err"),
     [
@@ -69,7 +114,7 @@ def test_figure_of_a_rank_is_a_picture_under_its_rank(notebook):
         "%%distributed -r 1\nimport matplotlib.pyplot as plt\n_ = plt.plot([0, rank]); plt.show()"
     )
     cell = notebook.run(source)
-    assert "image/png" in cell.displays[-1]
+    assert [data for data in cell.displays if "image/png" in data]
     assert "[1]" in cell.out
 
 

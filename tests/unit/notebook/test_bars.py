@@ -135,3 +135,26 @@ def test_wiped_bar_is_forgotten_and_a_repeated_one_names_nobody():
     for rank in (0, 1):
         board.draw(rank, "stderr", [])
     assert board.lines() == []
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_rich_progress_leaves_what_a_terminal_shows(size):
+    progress = pytest.importorskip("rich.progress")
+    console = pytest.importorskip("rich.console")
+    target = io.StringIO()
+    terminal = console.Console(file=target, force_terminal=True, width=80)
+    with progress.Progress(console=terminal, auto_refresh=False) as bars:
+        tasks = [bars.add_task(name, total=4) for name in ("one", "two")]
+        for step in range(4):
+            for task in tasks:
+                bars.advance(task)
+            bars.refresh()
+            terminal.print(f"step {step}")
+    screen, rows, text = Screen(), [], target.getvalue()
+    for start in range(0, len(text), size):
+        rows += screen.feed(text[start : start + size])
+        rows += screen.settle()
+    assert [row for row in rows if "step" in row] == rows[:4]
+    rows += screen.end()
+    assert [parse(row).name for row in rows[4:]] == ["one|%|rich", "two|%|rich"]
+    assert all(parse(row).is_complete for row in rows[4:])
