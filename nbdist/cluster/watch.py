@@ -139,10 +139,10 @@ class Watch:
         ranks_at: dict[str, list[int]] = {}
         for rank in self._request.ranks:
             ranks_at.setdefault(_brief(answers.get(rank), self._request), []).append(rank)
-        places = [
-            f"rank{'s' * (len(ranks) > 1)} {_list(ranks)}{text and ': ' + text}"
-            for text, ranks in ranks_at.items()
-        ]
+        places = []
+        for text, ranks in ranks_at.items():
+            who = f"rank{'s' * (len(ranks) > 1)} {_list(ranks)}"
+            places.append(f"{who}: {text}" if text else who)
         if len(places) > MAX_LINES:
             places[MAX_LINES:] = [f"and {len(places) - MAX_LINES} more"]
         text = f"running {now - self._started:.0f} s: {'; '.join(places)}"

@@ -20,6 +20,7 @@ from nbdist.notebook.auto import AutoMode
 from nbdist.notebook.complete import RankNames
 from nbdist.notebook.healed import replace_ranks
 from nbdist.notebook.late import LateOutput
+from nbdist.notebook.logs import read_log
 from nbdist.notebook.outlet import MAX_CHARS
 from nbdist.notebook.render import CellView
 from nbdist.notebook.session import current_world, set_world
@@ -178,9 +179,7 @@ class DistributedMagics(Magics):
     def _logs(self, arguments: argparse.Namespace) -> None:
         world = current_world()
         for rank in check_ranks(arguments.ranks, world.num_ranks):
-            path = Path(world.record.directory) / "logs" / f"rank-{rank}.log"
-            lines = path.read_text(errors="replace").splitlines()
-            say("\n".join([f"--- rank {rank} ---", *lines[-arguments.tail :]]))
+            say(read_log(Path(world.record.directory), rank, arguments.tail))
 
     def _auto(self, arguments: argparse.Namespace) -> None:
         if arguments.state == "on":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
+from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 __all__ = ["RankLog"]
 
@@ -14,10 +16,16 @@ class RankLog:
     """Appends text; after `MAX_LOG_CHARS` the file becomes `NAME.1` and a new one begins.
 
     So a log holds at least the last 256 Mi characters and at most twice as many.
+
+    Args:
+        path: of the file.
+        on_open: is given each file. When native code crashes, the log gets the Python stack;
+            nobody is left to send it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, on_open: Callable[[TextIO], None] = faulthandler.enable) -> None:
         self._path = path
+        self._on_open = on_open
         self._num_chars = 0
         self._open()
 
@@ -38,5 +46,8 @@ class RankLog:
 
     def _open(self) -> None:
         self._file = self._path.open("a", encoding="utf-8", errors="backslashreplace")
-        # When native code crashes, the log gets the Python stack; nobody is left to send it.
-        faulthandler.enable(self._file)
+        self._on_open(self._file)
+
+    def close(self) -> None:
+        """Write no more."""
+        self._file.close()
