@@ -47,7 +47,7 @@ class CellResult:
     """What a cell gave back, by rank.
 
     Attributes:
-        text: everything the rank wrote to stdout and stderr.
+        text: what the rank wrote to stdout and stderr, up to its limit.
         displays: contents of the rank's Jupyter display messages, in order.
         seconds: how long the cell ran on the rank.
     """
@@ -65,12 +65,20 @@ class CellResult:
     def add(self, event: Message) -> None:
         """Take in one event of the cell."""
         if isinstance(event, RankStream):
-            self._pieces.setdefault(event.rank, []).append(event.text)
+            pieces = self._pieces.setdefault(event.rank, [])
+            if event.left_out:
+                pieces.append(f"\n... {event.left_out} characters are only in the rank's log ...\n")
+            pieces.append(event.text)
+            if event.rank in self.seconds:
+                self._join(event.rank)
         elif isinstance(event, RankDisplay):
             self.displays[event.rank].append(event.content)
         elif isinstance(event, RankDone):
             self.seconds[event.rank] = event.seconds
-            self.text[event.rank] = "".join(self._pieces.pop(event.rank, []))
+            self._join(event.rank)
+
+    def _join(self, rank: int) -> None:
+        self.text[rank] += "".join(self._pieces.pop(rank, []))
 
 
 class CellRun:
@@ -139,6 +147,9 @@ class CellRun:
         finally:
             self._watch.close()
             self._link.listen(self._request.cell_id, None)
+        while not self._events.empty():
+            # A thread of the cell has written more since.
+            yield self._events.get()
         if self._stopped:
             raise KeyboardInterrupt(*self._last_words())
 

@@ -30,6 +30,9 @@ class WorldLink:
 
     Args:
         directory: the world's private directory, with its keys.
+
+    Attributes:
+        on_unclaimed: is given every event whose id nobody listens to, such as late output.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -42,6 +45,7 @@ class WorldLink:
         self._lost: set[int] = set()
         self._topics: dict[str, Handler] = {}
         self._kinds: dict[type[Message], list[Handler]] = {}
+        self.on_unclaimed: Handler | None = None
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
@@ -162,7 +166,7 @@ class WorldLink:
 
     def _dispatch(self, rank: int, event: Message) -> None:
         topic = getattr(event, "topic", "") or topic_of(event)
-        if handler := self._topics.get(topic):
+        if handler := self._topics.get(topic) or self.on_unclaimed:
             handler(rank, event)
         for handler in tuple(self._kinds.get(type(event), ())):
             handler(rank, event)

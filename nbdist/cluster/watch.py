@@ -1,7 +1,7 @@
 """Looks at the ranks of a running cell: who waits where, and for whom (client).
 
 While a cell runs, the ranks' control threads are asked twice a second. A wait that cannot end is
-an error; a wait that lasts is a note under the cell.
+an error; a wait that lasts is a note under the cell. Once a second a note says where the ranks are.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ LOOK_SECONDS = 0.5
 SUBSET_SECONDS = 2.0
 SILENT_SECONDS = 10.0
 NOTE_SECONDS = 5.0
+STATUS_SECONDS = 1.0
 MAX_LINES = 8
 
 
@@ -44,8 +45,10 @@ class Watch:
         self._topic = f"where-{request.cell_id}"
         self._answers: dict[int, Where] = {}
         self._suspect: tuple[int, str, int] | None = None
-        self._look_at = time.monotonic() + FIRST_LOOK_SECONDS
+        self._started = time.monotonic()
+        self._look_at = self._started + FIRST_LOOK_SECONDS
         self._note_at = 0.0
+        self._status_at = self._look_at
         self._noted = False
         self._silent = float(os.environ.get("NBDIST_SILENT_SECONDS", SILENT_SECONDS))
         link.listen(self._topic, self._take)
@@ -70,7 +73,7 @@ class Watch:
                 self._link.post(rank, WhereQuery(query_id=self._topic))
         waiting = [a for a in answers.values() if a.waits_in and self._runs(a)]
         self._judge(waiting, answers)
-        return self._note(waiting, answers, now)
+        return self._note(waiting, answers, now) or self._status(answers, now)
 
     def _take(self, rank: int, message: Message) -> None:
         if isinstance(message, Where):
@@ -128,8 +131,25 @@ class Watch:
             lines.append(f"  and {len(ranks) - MAX_LINES} more")
         return self._say("\n".join(lines))
 
-    def _say(self, text: str) -> CellNote:
-        return CellNote(cell_id=self._request.cell_id, text=text)
+    def _status(self, answers: dict[int, Where], now: float) -> CellNote | None:
+        """Return one line that says how long the cell has run, and where the ranks are."""
+        if self._noted or now - self._status_at < STATUS_SECONDS:
+            return None
+        self._status_at = now
+        ranks_at: dict[str, list[int]] = {}
+        for rank in self._request.ranks:
+            ranks_at.setdefault(_brief(answers.get(rank), self._request), []).append(rank)
+        places = []
+        for text, ranks in ranks_at.items():
+            who = f"rank{'s' * (len(ranks) > 1)} {_list(ranks)}"
+            places.append(f"{who}: {text}" if text else who)
+        if len(places) > MAX_LINES:
+            places[MAX_LINES:] = [f"and {len(places) - MAX_LINES} more"]
+        text = f"running {now - self._started:.0f} s: {'; '.join(places)}"
+        return self._say(text, is_status=True)
+
+    def _say(self, text: str, *, is_status: bool = False) -> CellNote:
+        return CellNote(cell_id=self._request.cell_id, text=text, is_status=is_status)
 
 
 def _never_calls(answer: Where | None, wait: Where) -> bool:
@@ -137,6 +157,15 @@ def _never_calls(answer: Where | None, wait: Where) -> bool:
     if answer is None or answer.running_cell:
         return False
     return answer.counts.get(wait.group, 0) < wait.number
+
+
+def _brief(answer: Where | None, request: RunCell) -> str:
+    if answer is None:
+        return ""
+    if answer.running_cell != request.cell_id:
+        return "done"
+    place = answer.line.removeprefix(f"Cell In[{request.execution_count}], ")
+    return ", ".join(filter(None, [place, answer.waits_in and f"in {answer.waits_in}"]))
 
 
 def _place(rank: int, answer: Where | None, cell_id: str) -> str:

@@ -22,7 +22,15 @@ from nbdist.cluster.names_table import NamesTable
 from nbdist.cluster.source import check_ranks, check_source
 from nbdist.cluster.watch import Watch
 from nbdist.errors import NoWorldError, RankLostError
-from nbdist.messages import Interrupt, Message, RankInfo, RunCell, Shutdown, StatusQuery
+from nbdist.messages import (
+    TEXT_LIMIT,
+    Interrupt,
+    Message,
+    RankInfo,
+    RunCell,
+    Shutdown,
+    StatusQuery,
+)
 from nbdist.runfiles import WorldRecord, find_world
 
 __all__ = ["World"]
@@ -113,6 +121,9 @@ class World(Healing):
             ranks: which ones, as numbers or as text like `0,2:4`; None for all.
             timeout_seconds: stop the cell after this time.
 
+        The text of the result holds up to 64 Mi characters of a rank; a line says how many are
+        left out, which are in the rank's log.
+
         Raises:
             RemoteCellError: the first failure, with the rank's own traceback.
             SyntaxError: in the source; no rank was touched.
@@ -130,10 +141,12 @@ class World(Healing):
         timeout_seconds: float | None = None,
         *,
         execution_count: int = 0,
+        text_limit: int = TEXT_LIMIT,
     ) -> Generator[Message | None, None, None]:
         """Run source on ranks and yield its events as they come; None when time passes.
 
-        Ends like `run`. Throwing KeyboardInterrupt into it stops the cell on every rank.
+        A rank sends at most `text_limit` characters at once; all of it is in its log. Ends
+        like `run`. Throwing KeyboardInterrupt into it stops the cell on every rank.
         """
         check_source(source)
         chosen = check_ranks(ranks, self.num_ranks)
@@ -146,6 +159,7 @@ class World(Healing):
                 source=source,
                 ranks=chosen,
                 execution_count=execution_count,
+                text_limit=text_limit,
             ),
             timeout_seconds,
         )
@@ -236,6 +250,10 @@ class World(Healing):
     ) -> Callable[[], None]:
         """Call `handler(rank, event)` on the link's thread; returns what ends it."""
         return self._link.subscribe(kind, handler)
+
+    def on_late_event(self, handler: Callable[[int, Message], None] | None) -> None:
+        """Give what ranks send of a cell after its end to `handler`, on the link's thread."""
+        self._link.on_unclaimed = handler
 
     def stop(self) -> None:
         """End every process of the world and remove its files; may be called again."""

@@ -1,6 +1,7 @@
 """Every value that crosses a process border (anywhere; standard library only)."""
 
 from nbdist.messages.link import (
+    TEXT_LIMIT,
     AbortGroup,
     CellEvent,
     CellNote,
@@ -66,6 +67,7 @@ __all__ = [
     "RankError",
     "RankFailed",
     "RankDone",
+    "TEXT_LIMIT",
     "CompleteQuery",
     "InspectQuery",
     "NamesQuery",

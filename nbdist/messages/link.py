@@ -29,7 +29,10 @@ __all__ = [
     "RankFailed",
     "RankError",
     "RankDone",
+    "TEXT_LIMIT",
 ]
+
+TEXT_LIMIT = 64 << 20
 
 
 @message("status_query")
@@ -130,12 +133,14 @@ class RunCell(Message):
     Attributes:
         execution_count: the notebook's cell number, shown in tracebacks; 0 keeps the rank's own.
         ranks: every rank that runs the cell.
+        text_limit: most characters of text a rank sends at once; what is beyond is in its log.
     """
 
     cell_id: str
     source: str
     ranks: tuple[int, ...]
     execution_count: int = 0
+    text_limit: int = TEXT_LIMIT
 
 
 @message("interrupt")
@@ -191,10 +196,12 @@ class CellNote(Message):
 
     Attributes:
         text: plain text of one or more lines.
+        is_status: says only that the cell runs and where; of use when nothing else is shown.
     """
 
     cell_id: str
     text: str
+    is_status: bool = False
 
 
 @message("unhandled")
@@ -221,10 +228,15 @@ class CellEvent(Message):
 
 @message("stream")
 class RankStream(CellEvent):
-    """Rank to client: text that the rank wrote since its last event."""
+    """Rank to client: text that the rank wrote since its last event.
+
+    Attributes:
+        left_out: number of characters before this text that only the rank's log has.
+    """
 
     stream: str
     text: str
+    left_out: int = 0
 
 
 @message("display")

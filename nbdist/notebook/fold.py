@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import collections
+import functools
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["Piece", "Folder", "span"]
@@ -13,30 +13,28 @@ __all__ = ["Piece", "Folder", "span"]
 HOLD_SECONDS = 0.3
 
 
-@dataclass(frozen=True, slots=True)
 class Piece:
-    """One line of a rank, or one display.
+    """One line of a rank, one display, or one ended progress bar.
 
     Attributes:
         stream: `stdout`, `stderr` or `display`.
-        text: the line without its end; for a display its content as canonical JSON.
-        content: a display's content; pieces are equal when stream and text are.
+        text: the line without its end; for a display its content as canonical JSON; for a
+            progress bar its name.
+        content: a display's content, a bar's key; None for a line.
+        key: pieces with the same key are equal.
     """
 
-    stream: str
-    text: str
+    __slots__ = ("content", "key", "stream", "text")
 
-    # A display is compared by its text and shown by its content.
-    content: Any = None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Piece) and self.stream == other.stream and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash((self.stream, self.text))
+    def __init__(self, stream: str, text: str, content: Any = None) -> None:
+        self.stream = stream
+        self.text = text
+        self.content = content
+        self.key = f"{stream} {text}"
 
 
-def span(ranks: Iterable[int]) -> str:
+@functools.lru_cache(maxsize=256)
+def span(ranks: tuple[int, ...]) -> str:
     """Return ranks as text: `0-3`, `0,2`, `1`."""
     ordered = sorted(ranks)
     parts: list[str] = []
@@ -72,7 +70,7 @@ class Folder:
         self._queues: dict[int, collections.deque[tuple[Piece, float]]] = {
             rank: collections.deque() for rank in ranks
         }
-        self._counts: dict[int, collections.Counter[Piece]] = {
+        self._counts: dict[int, collections.Counter[str]] = {
             rank: collections.Counter() for rank in self._queues
         }
         self._ended: set[int] = set()
@@ -82,7 +80,7 @@ class Folder:
     def add(self, rank: int, piece: Piece) -> None:
         """Take in a rank's next piece."""
         self._queues[rank].append((piece, self._clock()))
-        self._counts[rank][piece] += 1
+        self._counts[rank][piece.key] += 1
 
     def end(self, rank: int) -> None:
         """Note that a rank brings nothing more."""
@@ -90,28 +88,45 @@ class Folder:
 
     def release(self, *, everything: bool = False) -> None:
         """Show what need not be held any longer; `everything` holds nothing back."""
-        while (choice := self._choose(everything)) is not None:
-            ranks = tuple(r for r, q in self._queues.items() if q and q[0][0] == choice)
+        # Called for every line: no more work than one pass over the ranks.
+        fronts = {rank: queue[0] for rank, queue in self._queues.items() if queue}
+        now = self._clock()
+        while fronts and (choice := self._choose(fronts, everything, now)) is not None:
+            ranks = tuple(rank for rank, (piece, _) in fronts.items() if piece.key == choice.key)
             for rank in ranks:
-                piece, _ = self._queues[rank].popleft()
-                self._counts[rank][piece] -= 1
-                if not self._counts[rank][piece]:
-                    del self._counts[rank][piece]
-            self._show(ranks, choice)
+                queue, counts = self._queues[rank], self._counts[rank]
+                queue.popleft()
+                if counts[choice.key] > 1:
+                    counts[choice.key] -= 1
+                else:
+                    dict.pop(counts, choice.key)
+                if queue:
+                    fronts[rank] = queue[0]
+                else:
+                    del fronts[rank]
+            self._show(tuple(sorted(ranks)), choice)
 
-    def _choose(self, everything: bool) -> Piece | None:
-        """Return the front piece to show next; None when all must be held."""
-        fronts = [(q[0][0], q[0][1]) for q in self._queues.values() if q]
+    def _choose(
+        self, fronts: dict[int, tuple[Piece, float]], everything: bool, now: float
+    ) -> Piece | None:
+        """Return the front piece to show next, lower ranks first; None when all must be held."""
         crossed: Piece | None = None
-        for piece, arrived in fronts:
-            others = [r for r, q in self._queues.items() if not q or q[0][0] != piece]
-            if any(self._counts[rank][piece] for rank in others):
+        for rank in sorted(fronts):
+            piece, arrived = fronts[rank]
+            key = piece.key
+            may_come = stands_behind = False
+            for other, counts in self._counts.items():
+                if other in fronts and fronts[other][0].key == key:
+                    continue
+                if key in counts:
+                    stands_behind = True
+                    break
+                may_come = may_come or other not in self._ended
+            if stands_behind:
                 # Its equal stands further back elsewhere: what stands before that goes first.
                 crossed = crossed or piece
-                continue
-            may_come = any(rank not in self._ended for rank in others)
-            if everything or not may_come or self._clock() - arrived >= HOLD_SECONDS:
+            elif everything or not may_come or now - arrived >= HOLD_SECONDS:
                 return piece
-            # Lower ranks first, where nothing else decides.
-            return None
+            else:
+                return None
         return crossed

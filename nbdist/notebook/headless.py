@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -136,7 +137,8 @@ def _client(notebook: NotebookNode, folder: Path, timeout: int) -> NotebookClien
 class _Narrator:
     """Writes progress. A display that is updated in place is written once, at its cell's end.
 
-    On a pipe a line that is rewritten with carriage returns is written in its last state.
+    Until then a terminal shows its last line. On a pipe a line that is rewritten with carriage
+    returns is written in its last state.
     """
 
     def __init__(self, num_cells: int) -> None:
@@ -159,14 +161,20 @@ class _Narrator:
         for rest in self._unfinished.values():
             write(_last_state(rest) + "\n" if rest else "")
         self._unfinished.clear()
+        self._show_status("")
         for text in self._updatable.values():
             write(text)
         self._updatable.clear()
         write(f"  {time.monotonic() - self._began:.1f} s\n", style="2")
 
+    def _show_status(self, text: str) -> None:
+        if sys.stdout.isatty():
+            *_, last = text.splitlines() or [""]
+            write(f"\r\x1b[K{last[: shutil.get_terminal_size().columns - 1]}\r")
+
     def _show_text(self, stream: str, text: str) -> None:
         if sys.stdout.isatty():
-            write(text)
+            write(f"\x1b[K{text}" if self._updatable else text)
             return
         *lines, rest = (self._unfinished.get(stream, "") + text).split("\n")
         self._unfinished[stream] = rest
@@ -181,6 +189,7 @@ class _Narrator:
             display_id = (content.get("transient") or {}).get("display_id")
             if display_id:
                 self._updatable[display_id] = text
+                self._show_status(text)
             elif text.strip():
                 write(text)
 

@@ -19,6 +19,9 @@ from nbdist.notebook.arguments import COMMANDS, cell_parser, line_parser, parse
 from nbdist.notebook.auto import AutoMode
 from nbdist.notebook.complete import RankNames
 from nbdist.notebook.healed import replace_ranks
+from nbdist.notebook.late import LateOutput
+from nbdist.notebook.logs import read_log
+from nbdist.notebook.outlet import MAX_CHARS
 from nbdist.notebook.render import CellView
 from nbdist.notebook.session import current_world, set_world
 from nbdist.notebook.tables import StageDisplay, say, show, show_status
@@ -35,6 +38,7 @@ class DistributedMagics(Magics):
         self._ip = shell
         self.auto_mode = AutoMode(shell)
         self.rank_names = RankNames(shell, self.auto_mode)
+        self._late = LateOutput(self._publish)
         self._cell_parser = cell_parser()
         self._line_parser = line_parser()
         self._defaults = self._cell_parser.parse_args([])
@@ -65,13 +69,21 @@ class DistributedMagics(Magics):
         try:
             ranks = check_ranks(options.ranks, world.num_ranks)
             stream = world.stream(
-                cell, ranks, options.timeout, execution_count=self._ip.execution_count
+                cell,
+                ranks,
+                options.timeout,
+                execution_count=self._ip.execution_count,
+                text_limit=2 * MAX_CHARS // len(ranks),
             )
         except SyntaxError as error:
             raise CellSyntaxError(error) from None
         except ValueError as error:
             raise UsageError(f"%%distributed: {error}") from None
-        view = CellView(ranks, self._publish, quiet=options.quiet)
+        live = hasattr(self._ip, "kernel")
+        view = CellView(ranks, self._publish, quiet=options.quiet, live=live)
+        if not options.quiet:
+            world.on_late_event(self._late.take)
+            view.on_first_event = self._late.remember
         failed = True
         try:
             _drive(stream, view)
@@ -171,9 +183,7 @@ class DistributedMagics(Magics):
     def _logs(self, arguments: argparse.Namespace) -> None:
         world = current_world()
         for rank in check_ranks(arguments.ranks, world.num_ranks):
-            path = Path(world.record.directory) / "logs" / f"rank-{rank}.log"
-            lines = path.read_text(errors="replace").splitlines()
-            say("\n".join([f"--- rank {rank} ---", *lines[-arguments.tail :]]))
+            say(read_log(Path(world.record.directory), rank, arguments.tail))
 
     def _auto(self, arguments: argparse.Namespace) -> None:
         if arguments.state == "on":

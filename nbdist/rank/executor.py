@@ -116,7 +116,7 @@ class Executor:
         started = time.perf_counter()
         self._interrupted = False
         self._failed_at = 0.0
-        self._output.begin(message.cell_id)
+        self._output.begin(message.cell_id, message.text_limit)
         status = "ok"
         try:
             status = await self._execute(message)

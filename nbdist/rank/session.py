@@ -12,6 +12,7 @@ from nbdist.rank.display import LinkDisplayHook, LinkDisplayPublisher
 from nbdist.rank.executor import Executor
 from nbdist.rank.link import RankLink
 from nbdist.rank.output import CellOutput, FdCapture, LinkStream
+from nbdist.rank.terminal import draw_rich_as_text
 from nbdist.serve.ports import install_port
 
 __all__ = ["open_session"]
@@ -29,8 +30,10 @@ def open_session(kernel: Any, link: RankLink, directory: Path) -> Executor:
         captures.append(FdCapture(output, name, fd))
         setattr(sys, name, LinkStream(output, name, fd))
     shell = kernel.shell
-    # `tqdm.auto` would draw a widget, whose model the notebook cannot reach; a rank's bar is text.
-    sys.modules["tqdm.autonotebook"] = tqdm.std
+    # They would draw widgets, whose models the notebook cannot reach; a rank's bar is text.
+    sys.modules["tqdm.autonotebook"] = sys.modules["tqdm.notebook"] = tqdm.std
+    tqdm.notebook = tqdm.std
+    draw_rich_as_text()
     shell.display_pub = LinkDisplayPublisher(parent=shell)  # type: ignore[no-untyped-call]
     shell.display_pub.output = output
     shell.displayhook = LinkDisplayHook(parent=shell, shell=shell)  # type: ignore[no-untyped-call]

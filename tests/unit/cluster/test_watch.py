@@ -47,6 +47,19 @@ def watch(link, ranks=(0, 1)):
     return Watch(link, RunCell(cell_id="c", source="", ranks=ranks), 2)
 
 
+def test_status_tells_where_the_ranks_are_at_most_once_a_second(link, monkeypatch):
+    link.places = {0: {"line": "Cell In[4], line 2"}, 1: {"line": "Cell In[3], line 7"}}
+    watched = Watch(link, RunCell(cell_id="c", source="", ranks=(0, 1), execution_count=4), 2)
+    assert [watched.look() for _ in range(3)] == [None] * 3, "the cell has run for a moment only"
+    monkeypatch.setattr(module, "STATUS_SECONDS", 0.0)
+    note = watched.look()
+    assert note.is_status
+    assert note.text == "running 0 s: rank 0: line 2; rank 1: Cell In[3], line 7"
+    link.places[1] = link.places[0]
+    watched.look()
+    assert watched.look().text == "running 0 s: ranks 0, 1: line 2"
+
+
 def looks(watched, count=5):
     return [note.text for _ in range(count) if (note := watched.look()) is not None]
 

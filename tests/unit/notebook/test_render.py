@@ -1,9 +1,11 @@
 """What a cell shows: labels, progress bars, displays, quiet cells."""
 
+import time
+
 import pytest
 
 from nbdist.messages import CellNote, RankDisplay, RankDone, RankStream
-from nbdist.notebook import render
+from nbdist.notebook import board, outlet, render
 from nbdist.notebook.render import CellView
 
 
@@ -104,14 +106,113 @@ def test_quiet_view_shows_text_only_when_the_cell_fails(failed, expected, publis
     assert capsys.readouterr().out == expected
 
 
-def test_view_bounds_what_it_shows_and_names_the_log(view, capsys, monkeypatch):
-    monkeypatch.setattr(render, "MAX_CHARS", 100)
-    view.take(text(0, "x" * 60 + "\n" + "y" * 60 + "\n" + "z\n"))
+def test_view_bounds_each_rank_and_shows_its_last_lines(published, capsys, monkeypatch):
+    monkeypatch.setattr(outlet, "MAX_CHARS", 100)
+    view = CellView((0, 1), lambda *shown: published.append(shown))
+    view.take(text(0, "x" * 60 + "\n" + "y" * 60 + "\nlast\n"))
+    view.take(text(1, "the other rank has its own room\n"))
     finish(view)
     out = capsys.readouterr().out
-    assert "y" not in out
-    assert "z" not in out
-    assert out.endswith("`%distributed logs -r 0`\n")
+    assert sorted(out.splitlines()) == [f"[0] {'x' * 60}", "[1] the other rank has its own room"]
+    tail = published[-1][1]["data"]["text/plain"]
+    assert "66 characters are not shown, `%distributed logs -r 0` has them" in tail
+    assert tail.splitlines()[1:] == [f"[0] {'y' * 60}", "[0] last"]
+
+
+def test_view_counts_what_a_rank_left_out_and_does_not_join_around_it(view, published, capsys):
+    view.take(text(0, "half a"))
+    view.take(RankStream(rank=0, cell_id="c", seq=1, stream="stdout", text="end\n", left_out=900))
+    finish(view)
+    assert capsys.readouterr().out == "[0] half a\n[0] end\n"
+    assert "900 characters are not shown" in published[-1][1]["data"]["text/plain"]
+
+
+def bar(done, total=100, seconds=10, rate=1.0):
+    return (
+        f"\r{100 * done // total:3}%|###       | {done}/{total} "
+        f"[00:{seconds:02}<00:09, {rate:5.2f}it/s]"
+    )
+
+
+def shown_in_place(published):
+    """Return what each place of a display has shown, in order."""
+    places = {}
+    for _, content, _ in published:
+        place = places.setdefault(content["transient"]["display_id"], [])
+        place.append(content["data"]["text/plain"])
+    return list(places.values())
+
+
+def test_bars_of_all_ranks_are_one_line_in_place_with_the_slowest_named(
+    published, capsys, monkeypatch
+):
+    monkeypatch.setattr(board, "OPEN_SECONDS", 0.0)
+    monkeypatch.setattr(render, "PARTIAL_SECONDS", 0.0)
+    view = CellView((0, 1), lambda *shown: published.append(shown))
+    for rank, done in ((0, 45), (1, 31)):
+        view.take(text(rank, bar(done), "stderr"))
+    view.take(None)
+    for rank, seconds in ((0, 20), (1, 30)):
+        view.take(text(rank, bar(100, seconds=seconds) + "\n", "stderr"))
+    finish(view)
+    (states,) = shown_in_place(published)
+    assert states[-1] == f"[0-1] {bar(100, seconds=30)[1:]}"
+    assert f"[0-1] {bar(45)[1:]}  slowest: rank 1 at 31" in states
+    assert capsys.readouterr().err == ""
+
+
+def test_bars_with_different_totals_stay_apart(view, published, monkeypatch):
+    monkeypatch.setattr(board, "OPEN_SECONDS", 0.0)
+    view.take(text(0, bar(10, total=100), "stderr"))
+    view.take(text(1, bar(10, total=200), "stderr"))
+    finish(view)
+    assert [line[:3] for line in shown_in_place(published)[-1][-1].splitlines()] == ["[0]", "[1]"]
+
+
+def test_short_bar_is_one_line_of_text_the_slowest_one(view, published, capsys):
+    for rank in (0, 1):
+        view.take(text(rank, bar(50) + bar(100, seconds=3 + rank) + "\n", "stderr"))
+    finish(view)
+    assert capsys.readouterr().err == f"[0-1] {bar(100, seconds=4)[1:]}\n"
+    assert published == []
+
+
+def test_bar_in_a_terminal_is_rewritten_in_its_line(published, capsys, monkeypatch):
+    monkeypatch.setattr(board, "OPEN_SECONDS", 0.0)
+    view = CellView((0, 1), lambda *shown: published.append(shown), live=False)
+    for done in (10, 20):
+        view.take(text(0, bar(done), "stderr"))
+    view.take(text(0, bar(100) + "\n", "stderr"))
+    finish(view)
+    assert published == []
+    states = capsys.readouterr().err.rstrip("\n").split("\r")
+    assert states[-1].rstrip() == f"[0] {bar(100)[1:]}"
+
+
+def test_warning_written_beside_a_bar_is_a_line_of_its_own(view, capsys):
+    view.take(text(0, bar(45) + "WARNING: hot\n" + bar(100) + "\n", "stderr"))
+    finish(view)
+    assert capsys.readouterr().err == f"[0] WARNING: hot\n[0] {bar(100)[1:]}\n"
+
+
+@pytest.mark.parametrize(("silent", "expected"), [("0", []), ("0.001", ["running 3 s"])])
+def test_status_is_shown_for_a_silent_cell_unless_switched_off(
+    published, silent, expected, monkeypatch
+):
+    monkeypatch.setenv("NBDIST_STATUS_SECONDS", silent)
+    view = CellView((0, 1), lambda *shown: published.append(shown))
+    time.sleep(0.002)
+    view.take(CellNote(cell_id="c", text="running 3 s", is_status=True))
+    finish(view)
+    ends = ["ranks 0-1: 0.1 s"] if expected else []
+    assert shown_in_place(published) == ([expected + ends] if expected else [])
+
+
+def test_status_is_not_shown_beside_output(view, published, capsys):
+    view.take(text(0, "x\n"))
+    view.take(CellNote(cell_id="c", text="running 3 s", is_status=True))
+    finish(view)
+    assert published == []
 
 
 def test_note_is_shown_in_one_place_each_instead_of_the_one_before(view, published, capsys):
@@ -123,6 +224,7 @@ def test_note_is_shown_in_one_place_each_instead_of_the_one_before(view, publish
     assert shown == [
         ("display_data", {"text/plain": "first"}, ""),
         ("update_display_data", {"text/plain": "second"}, ""),
+        ("update_display_data", {"text/plain": "ranks 0-1: 0.1 s"}, ""),
     ]
     assert len({content["transient"]["display_id"] for _, content, _ in published}) == 1
     assert capsys.readouterr().out == "[0] half\n"
