@@ -80,6 +80,8 @@ class Executor:
         assert isinstance(message, RunCell), message
         with self._lock:
             busy, self._current = self._current, self._current or message.cell_id
+            # A stop may arrive before the main thread has begun.
+            self._interrupted = self._interrupted and bool(busy)
         if busy:
             self._link.emit(
                 RankDone(
@@ -100,11 +102,10 @@ class Executor:
     async def _run(self, message: RunCell) -> None:
         """Run one cell from its first event to `RankDone`."""
         started = time.perf_counter()
-        self._interrupted = False
         self._output.begin(message.cell_id)
         status = "ok"
         try:
-            status = await self._execute(message)
+            status = "interrupted" if self._interrupted else await self._execute(message)
         except (KeyboardInterrupt, asyncio.CancelledError):
             status = "interrupted"
         finally:
@@ -183,7 +184,10 @@ class Executor:
             if frame.f_code is _RUN_CODE:
                 raise KeyboardInterrupt
             frame = frame.f_back
-        if self._task is not None:
+        if self._task is not None and asyncio.current_task(self._loop) is self._task:
+            # The cell's code has not begun, or has just ended.
+            threading.Timer(RETRY_SECONDS, _signal_main_thread).start()
+        elif self._task is not None:
             # The loop may be asleep: only this form wakes it.
             self._loop.call_soon_threadsafe(self._task.cancel)
 
