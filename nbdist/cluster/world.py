@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from nbdist.cluster import names, objects, starting
+from nbdist.cluster.asking import OnInput, answering
 from nbdist.cluster.cell import CellResult, CellRun
 from nbdist.cluster.config import WorldConfig
 from nbdist.cluster.death import lost_error
@@ -102,6 +103,8 @@ class World(Healing):
         source: str,
         ranks: Sequence[int] | str | None = None,
         timeout_seconds: float | None = None,
+        *,
+        on_input: OnInput | None = None,
     ) -> CellResult:
         """Run source on ranks and wait; a failure on any rank raises.
 
@@ -109,15 +112,18 @@ class World(Healing):
             source: a cell; magics, `!` and top-level `await` work.
             ranks: which ones, as numbers or as text like `0,2:4`; None for all.
             timeout_seconds: stop the cell after this time.
+            on_input: answers `input()` and debuggers on the ranks, one rank at a time; called with
+                rank, prompt and whether the answer is secret, returns the line. None: ranks that
+                ask get an error.
 
         Raises:
             RemoteCellError: the first failure, with the rank's own traceback.
             SyntaxError: in the source; no rank was touched.
         """
         result = CellResult.of(check_ranks(ranks, self.num_ranks))
-        for event in self.stream(source, ranks, timeout_seconds):
-            if event is not None:
-                result.add(event)
+        stream = self.stream(source, ranks, timeout_seconds, can_ask=on_input is not None)
+        for event in answering(stream, on_input, self.post):
+            result.add(event)
         return result
 
     def stream(
@@ -127,10 +133,13 @@ class World(Healing):
         timeout_seconds: float | None = None,
         *,
         execution_count: int = 0,
+        can_ask: bool = False,
     ) -> Generator[Message | None, None, None]:
         """Run source on ranks and yield its events as they come; None when time passes.
 
         Ends like `run`. Throwing KeyboardInterrupt into it stops the cell on every rank.
+        With `can_ask` it yields each `InputRequest` of a rank, which waits until it is answered:
+        `world.post(request.rank, request.reply("a line"))`.
         """
         check_source(source)
         chosen = check_ranks(ranks, self.num_ranks)
@@ -143,6 +152,7 @@ class World(Healing):
                 source=source,
                 ranks=chosen,
                 execution_count=execution_count,
+                can_ask=can_ask,
             ),
             timeout_seconds,
         )

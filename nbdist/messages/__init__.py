@@ -1,5 +1,6 @@
 """Every value that crosses a process border (anywhere; standard library only)."""
 
+from nbdist.messages.asking import InputReply, InputRequest
 from nbdist.messages.link import (
     AbortGroup,
     CellEvent,
@@ -60,6 +61,8 @@ __all__ = [
     "RankDisplay",
     "RankError",
     "RankDone",
+    "InputRequest",
+    "InputReply",
     "CompleteQuery",
     "InspectQuery",
     "NamesQuery",

@@ -119,12 +119,14 @@ class RunCell(Message):
     Attributes:
         execution_count: the notebook's cell number, shown in tracebacks; 0 keeps the rank's own.
         ranks: every rank that runs the cell.
+        can_ask: whether the client answers an `InputRequest`.
     """
 
     cell_id: str
     source: str
     ranks: tuple[int, ...]
     execution_count: int = 0
+    can_ask: bool = False
 
 
 @message("interrupt")
@@ -147,6 +149,7 @@ class Where(Message):
 
     Attributes:
         running_cell: id of the cell that runs; empty when idle.
+        asks: whether the cell waits for the user's input.
         line: of the user's code, such as `Cell In[3], line 2`; empty when unknown.
         waits_in: the collective that the main thread waits in; empty when in none.
         group: id of that collective's group; `number` is the call's in that group.
@@ -157,6 +160,7 @@ class Where(Message):
     rank: int
     query_id: str
     running_cell: str = ""
+    asks: bool = False
     line: str = ""
     waits_in: str = ""
     waited_seconds: float = 0.0

@@ -16,6 +16,7 @@ from nbdist.cluster.world import World
 from nbdist.errors import CellInterrupted, CellSyntaxError, NbdistError
 from nbdist.messages import Message
 from nbdist.notebook.arguments import COMMANDS, cell_parser, line_parser, parse
+from nbdist.notebook.asking import Prompts, prompt_of
 from nbdist.notebook.auto import AutoMode
 from nbdist.notebook.complete import RankNames
 from nbdist.notebook.healed import replace_ranks
@@ -64,17 +65,34 @@ class DistributedMagics(Magics):
         world = current_world()
         try:
             ranks = check_ranks(options.ranks, world.num_ranks)
-            stream = world.stream(
-                cell, ranks, options.timeout, execution_count=self._ip.execution_count
-            )
+            self._show_cell(world, cell, ranks, options.timeout, quiet=options.quiet)
         except SyntaxError as error:
             raise CellSyntaxError(error) from None
         except ValueError as error:
             raise UsageError(f"%%distributed: {error}") from None
-        view = CellView(ranks, self._publish, quiet=options.quiet)
+
+    def _show_cell(
+        self,
+        world: World,
+        source: str,
+        ranks: tuple[int, ...],
+        timeout_seconds: float | None = None,
+        *,
+        quiet: bool = False,
+    ) -> None:
+        prompt = prompt_of(self._ip)
+        stream = world.stream(
+            source,
+            ranks,
+            timeout_seconds,
+            execution_count=self._ip.execution_count,
+            can_ask=prompt is not None,
+        )
+        view = CellView(ranks, self._publish, quiet=quiet)
+        prompts = Prompts(prompt, world.post, view, is_alone=len(ranks) == 1) if prompt else None
         failed = True
         try:
-            _drive(stream, view)
+            _drive(stream, view, prompts)
             failed = False
         finally:
             view.finish(failed=failed)
@@ -177,7 +195,9 @@ class DistributedMagics(Magics):
         self.auto_mode.is_on = arguments.state == "on"
 
 
-def _drive(stream: Generator[Message | None, None, None], view: CellView) -> None:
+def _drive(
+    stream: Generator[Message | None, None, None], view: CellView, prompts: Prompts | None
+) -> None:
     """Show a cell's events; an interrupt while one is shown reaches the ranks as well."""
     pending: KeyboardInterrupt | None = None
     while True:
@@ -185,12 +205,16 @@ def _drive(stream: Generator[Message | None, None, None], view: CellView) -> Non
             event = next(stream) if pending is None else stream.throw(pending)
             pending = None
             view.take(event)
+            if prompts is not None:
+                prompts.take(event)
         except StopIteration:
             return
         except KeyboardInterrupt as interrupt:
             if inspect.getgeneratorstate(stream) == inspect.GEN_CLOSED:
                 raise CellInterrupted("stopped on the ranks; their variables are kept") from None
             pending = interrupt
+            if prompts is not None:
+                prompts.stop()
 
 
 def _complete(_completer: Any, event: Any) -> list[str]:

@@ -61,6 +61,14 @@ class CellView:
             self._show_partials()
         self._folder.release()
 
+    def catch_up(self, rank: int) -> None:
+        """Show all that is held back now: the user is asked, and what this rank wrote matters."""
+        self._end_lines(rank)
+        self._folder.release(everything=True)
+        self._close_lines()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
     def finish(self, *, failed: bool) -> None:
         """Show all that is still held back."""
         for rank, _ in list(self._partial):

@@ -8,6 +8,7 @@ on the stack, and cancels the cell's task when the cell waits in an `await`.
 from __future__ import annotations
 
 import asyncio
+import bdb
 import ctypes
 import signal
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.messages import Interrupt, Message, RankDone, RankError, RunCell
+from nbdist.rank.asking import Asking
 from nbdist.rank.link import RankLink
 from nbdist.rank.output import CellOutput, FdCapture
 
@@ -26,6 +28,9 @@ __all__ = ["Executor"]
 
 _RUN_CODE = InteractiveShell.run_code.__code__
 _libc = ctypes.CDLL(None)
+
+_STOPS = KeyboardInterrupt | asyncio.CancelledError | bdb.BdbQuit
+_LEFT = "the debugger was left by `q`, which ends the cell; `c` goes on with it"
 
 RETRY_SECONDS = 0.05
 IMPORT_SECONDS = 5.0
@@ -58,6 +63,7 @@ class Executor:
         self._task: asyncio.Task[None] | None = None
         self._interrupted = False
         self._put_off_until = 0.0
+        self.asking = Asking(link, output, self._drain)
         # IPython's hook point for front ends.
         shell._showtraceback = self._show_traceback  # type: ignore[method-assign,assignment]
         signal.signal(signal.SIGINT, self._on_sigint)
@@ -103,12 +109,14 @@ class Executor:
         """Run one cell from its first event to `RankDone`."""
         started = time.perf_counter()
         self._output.begin(message.cell_id)
+        self.asking.begin(message)
         status = "ok"
         try:
             status = "interrupted" if self._interrupted else await self._execute(message)
         except (KeyboardInterrupt, asyncio.CancelledError):
             status = "interrupted"
         finally:
+            self.asking.end()
             self._drain()
             with self._lock:
                 self._current = ""
@@ -140,8 +148,12 @@ class Executor:
         error = result.error_before_exec or result.error_in_exec
         if error is None:
             return "ok"
-        stopped = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
-        return "interrupted" if stopped and self._interrupted else "error"
+        if self._interrupted and isinstance(error, _STOPS):
+            return "interrupted"
+        if isinstance(error, bdb.BdbQuit):
+            # IPython says nothing of it: at a prompt in a terminal there is nobody to tell.
+            self._show_traceback(bdb.BdbQuit, _LEFT, [f"BdbQuit: {_LEFT}"])
+        return "error"
 
     def _show_traceback(self, etype: type[BaseException], value: Any, lines: list[str]) -> None:
         try:
@@ -169,10 +181,12 @@ class Executor:
             if self._current != message.cell_id:
                 return
             self._interrupted = True
+        self.asking.stop()
         self._put_off_until = time.monotonic() + IMPORT_SECONDS
         _signal_main_thread()
 
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
+        __tracebackhide__ = True
         del signum
         if not self._current or not self._interrupted:
             return
