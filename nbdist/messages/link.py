@@ -43,6 +43,7 @@ class RankInfo(Message):
     Attributes:
         generation: of the process group the rank is in; -1 before the first.
         running_cell: id of the cell that runs; empty when idle.
+        failure: kind of the exception whose traceback the rank keeps; empty when it keeps none.
     """
 
     rank: int
@@ -56,6 +57,8 @@ class RankInfo(Message):
     engine_id: int = -1
     generation: int = -1
     running_cell: str = ""
+    failure: str = ""
+    failed_at_seconds: float = 0.0
     query_id: str = ""
 
 

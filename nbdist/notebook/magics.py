@@ -20,6 +20,7 @@ from nbdist.notebook.asking import Prompts, prompt_of
 from nbdist.notebook.auto import AutoMode
 from nbdist.notebook.complete import RankNames
 from nbdist.notebook.healed import replace_ranks
+from nbdist.notebook.postmortem import SOURCE, choose_rank
 from nbdist.notebook.render import CellView
 from nbdist.notebook.session import current_world, set_world
 from nbdist.notebook.tables import StageDisplay, say, show, show_status
@@ -159,6 +160,18 @@ class DistributedMagics(Magics):
 
     def _interrupt(self, _arguments: argparse.Namespace) -> None:
         current_world().interrupt()
+
+    def _debug(self, arguments: argparse.Namespace) -> None:
+        world = current_world()
+        wanted = arguments.rank if arguments.option is None else arguments.option
+        if wanted is not None:
+            check_ranks((wanted,), world.num_ranks)
+        if prompt_of(self._ip) is None:
+            raise NbdistError(
+                "`%distributed debug` asks for commands, but this front end takes no input: "
+                "run it in JupyterLab, a notebook or a terminal"
+            )
+        self._show_cell(world, SOURCE, (choose_rank(world, wanted),))
 
     def _push(self, arguments: argparse.Namespace) -> None:
         names = self._ip.user_ns

@@ -128,6 +128,7 @@ class Rank:
     def _tell_status(self, message: Message) -> None:
         assert isinstance(message, StatusQuery | JoinGroup), message
         device = getattr(self, "device", None)
+        failure = self.executor.failure if hasattr(self, "executor") else None
         self.link.emit(
             RankInfo(
                 rank=self.place.rank,
@@ -141,6 +142,8 @@ class Rank:
                 engine_id=self.engine_id,
                 generation=self.group.generation if device else -1,
                 running_cell=self.executor.running_cell if hasattr(self, "executor") else "",
+                failure=failure.text if failure else "",
+                failed_at_seconds=failure.at_seconds if failure else 0.0,
                 query_id=message.query_id,
             )
         )

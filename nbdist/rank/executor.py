@@ -21,6 +21,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.messages import Interrupt, Message, RankDone, RankError, RunCell
 from nbdist.rank.asking import Asking
+from nbdist.rank.failure import LastFailure
 from nbdist.rank.link import RankLink
 from nbdist.rank.output import CellOutput, FdCapture
 
@@ -64,6 +65,7 @@ class Executor:
         self._interrupted = False
         self._put_off_until = 0.0
         self.asking = Asking(link, output, self._drain)
+        self.failure = LastFailure(shell)
         # IPython's hook point for front ends.
         shell._showtraceback = self._show_traceback  # type: ignore[method-assign,assignment]
         signal.signal(signal.SIGINT, self._on_sigint)
@@ -108,6 +110,7 @@ class Executor:
     async def _run(self, message: RunCell) -> None:
         """Run one cell from its first event to `RankDone`."""
         started = time.perf_counter()
+        self.failure.begin(message.source)
         self._output.begin(message.cell_id)
         self.asking.begin(message)
         status = "ok"
@@ -148,7 +151,9 @@ class Executor:
         error = result.error_before_exec or result.error_in_exec
         if error is None:
             return "ok"
-        if self._interrupted and isinstance(error, _STOPS):
+        stopped = self._interrupted and isinstance(error, _STOPS)
+        self.failure.end(error, stopped=stopped)
+        if stopped:
             return "interrupted"
         if isinstance(error, bdb.BdbQuit):
             # IPython says nothing of it: at a prompt in a terminal there is nobody to tell.

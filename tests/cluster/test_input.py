@@ -220,3 +220,53 @@ def test_stop_works_after_the_debugger_has_gone_on(world):
     seconds, text = stop(world, "breakpoint()\nprint('on')\nwhile True: pass", is_on)
     assert "breakpoint()" in text
     assert seconds < STOP_SECONDS
+
+
+WATCHED = """
+import weakref
+seen = None
+class Large: pass
+def fail(how):
+    large = Large()
+    globals()['seen'] = weakref.ref(large)
+    me = large, how
+    print('in')
+    try:
+        how()
+    except Exception as error:
+        raise RuntimeError('boom') from error
+def divide(): 1 / 0
+"""
+
+
+def test_traceback_is_kept_for_the_debugger_and_dropped_by_the_next_cell(world):
+    world.run(WATCHED, [0])
+    with pytest.raises(RemoteCellError, match="RuntimeError: boom"):
+        world.run("fail(divide)", [0])
+    assert world.status()[0].failure == "RuntimeError"
+    typist = Typist("p seen() is large", "q")
+    assert "True" in world.run("%debug", [0], on_input=typist).text[0]
+    typist = Typist("p type(me)", "exceptions 0", "up", "q")
+    assert "tuple" in world.run("%debug", [0], on_input=typist).text[0]
+    assert world.run("print(seen())", [0]).text == {0: "None\n"}
+    assert world.status()[0].failure == ""
+
+
+def test_traceback_of_a_coroutine_is_dropped_as_well(world):
+    source = WATCHED.replace("def fail(how)", "async def fail(how)")
+    world.run(source, [0])
+    with pytest.raises(RemoteCellError, match="RuntimeError: boom"):
+        world.run("await fail(divide)", [0])
+    assert world.run("print(seen() is not None)  # %tb", [0]).text == {0: "True\n"}
+    assert world.run("print(seen())", [0]).text == {0: "None\n"}
+
+
+@pytest.mark.parametrize("how", ["input", "dist.barrier", "(lambda: time.sleep(60))"])
+def test_traceback_of_a_stopped_cell_is_dropped_at_once(world, how):
+    world.run(WATCHED + "\nimport time, torch.distributed as dist")
+    source = f"input() if rank else fail({how})"
+    seconds, _ = stop(world, source, lambda event: isinstance(event, RankStream))
+    assert seconds < STOP_SECONDS
+    assert world.status()[0].failure in ("", "RuntimeError")
+    assert world.run("print(type(seen))", [0]).text == {0: "<class 'weakref.ReferenceType'>\n"}
+    assert world.run("print(seen())", [0]).text == {0: "None\n"}

@@ -67,11 +67,48 @@ def test_breakpoint_on_one_rank_holds_a_collective_of_all(notebook):
     assert cell.out.endswith("[0-1] 2.0\n")
 
 
+def test_post_mortem_looks_at_the_rank_that_failed_first(notebook):
+    failed = notebook.run(
+        "%%distributed\nimport time\n"
+        "def halve(x):\n    half = x / 0\n    return half\n"
+        "halve(41) if rank == 1 else time.sleep(60)"
+    )
+    assert failed.ename == "RemoteCellError"
+    for command in ("%distributed debug", "%distributed debug -r 1", "%distributed debug 1"):
+        sent = notebook.send(command)
+        assert notebook.wait_for_prompt() == ("[rank 1] ipdb> ", False)
+        notebook.type("p x + 1")
+        assert notebook.wait_for_prompt() == ("[rank 1] ipdb> ", False)
+        notebook.type("q")
+        cell = notebook.wait(sent)
+        assert cell.status == "ok"
+        assert "half = x / 0" in COLOURS.sub("", cell.out)
+        assert cell.out.endswith("[1] 42\n")
+    stopped = notebook.run("%distributed debug -r 0")
+    assert "rank 0 keeps no failed cell" in stopped.evalue
+    assert "look at rank 1 (ZeroDivisionError) instead" in stopped.evalue
+
+
+def test_post_mortem_without_a_failure_says_what_to_run(notebook):
+    notebook.run("%%distributed\n1")
+    cell = notebook.run("%distributed debug")
+    assert cell.ename == "NbdistError"
+    assert "no rank keeps a failed cell" in cell.evalue
+    assert "run the failing cell again first" in cell.evalue
+    notebook.run("%%distributed -r 0\n1 / 0")
+    cell = notebook.run("%distributed debug -r 1")
+    assert "rank 1 keeps no failed cell" in cell.evalue
+    assert "look at rank 0 (ZeroDivisionError) instead" in cell.evalue
+    assert "this world has ranks 0 to 1" in notebook.run("%distributed debug 7").err
+
+
 def test_front_end_without_input_gets_an_error_and_no_hang(notebook):
     sent = notebook.send("%%distributed -r 1\ninput('name? ')", allow_stdin=False)
     cell = notebook.wait(sent)
     assert cell.ename == "RemoteCellError"
     assert "StdinNotImplementedError: input('name? ') was called on rank 1" in cell.evalue
+    cell = notebook.wait(notebook.send("%distributed debug", allow_stdin=False))
+    assert "this front end takes no input" in cell.evalue
 
 
 def test_stop_at_a_prompt_ends_the_cell_and_the_next_one_runs(notebook):
