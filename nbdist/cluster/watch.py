@@ -173,6 +173,8 @@ def _place(rank: int, answer: Where | None, cell_id: str) -> str:
         return f"  rank {rank}: does not answer"
     if answer.running_cell != cell_id:
         return f"  rank {rank}: has ended the cell"
+    if answer.asks:
+        return f"  rank {rank}: waits for your input{_at(answer)}"
     if answer.waits_in:
         return (
             f"  rank {rank}: in {answer.waits_in}, for {answer.waited_seconds:.0f} s{_at(answer)}"

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from nbdist.cluster import attaching, names, objects, starting
+from nbdist.cluster.asking import OnInput, answering
 from nbdist.cluster.cell import CellResult, CellRun
 from nbdist.cluster.config import WorldConfig
 from nbdist.cluster.death import lost_error
@@ -113,25 +114,28 @@ class World(Healing):
         source: str,
         ranks: Sequence[int] | str | None = None,
         timeout_seconds: float | None = None,
+        *,
+        on_input: OnInput | None = None,
     ) -> CellResult:
         """Run source on ranks and wait; a failure on any rank raises.
+
+        The result holds up to 64 Mi characters of a rank's text and says how many are left out.
 
         Args:
             source: a cell; magics, `!` and top-level `await` work.
             ranks: which ones, as numbers or as text like `0,2:4`; None for all.
             timeout_seconds: stop the cell after this time.
-
-        The text of the result holds up to 64 Mi characters of a rank; a line says how many are
-        left out, which are in the rank's log.
+            on_input: `on_input(rank, prompt, is_secret)` answers `input()` and debuggers; one
+                rank asks at a time. None: ranks that ask get an error.
 
         Raises:
             RemoteCellError: the first failure, with the rank's own traceback.
             SyntaxError: in the source; no rank was touched.
         """
         result = CellResult.of(check_ranks(ranks, self.num_ranks))
-        for event in self.stream(source, ranks, timeout_seconds):
-            if event is not None:
-                result.add(event)
+        stream = self.stream(source, ranks, timeout_seconds, can_ask=on_input is not None)
+        for event in answering(stream, on_input, self.post):
+            result.add(event)
         return result
 
     def stream(
@@ -142,27 +146,28 @@ class World(Healing):
         *,
         execution_count: int = 0,
         text_limit: int = TEXT_LIMIT,
+        can_ask: bool = False,
     ) -> Generator[Message | None, None, None]:
         """Run source on ranks and yield its events as they come; None when time passes.
 
-        A rank sends at most `text_limit` characters at once; all of it is in its log. Ends
-        like `run`. Throwing KeyboardInterrupt into it stops the cell on every rank.
+        Ends like `run`. Throwing KeyboardInterrupt into it stops the cell on every rank.
+        A rank sends at most `text_limit` characters at once; all of it is in its log. With
+        `can_ask` it yields each `InputRequest`, to be answered by `post(rank, request.reply("x"))`.
         """
         check_source(source)
         chosen = check_ranks(ranks, self.num_ranks)
         if timeout_seconds is not None and not timeout_seconds > 0:
             raise ValueError(f"timeout_seconds={timeout_seconds} must be more than 0 seconds")
         self._check_alive(chosen)
-        return self._stream(
-            RunCell(
-                cell_id=uuid.uuid4().hex,
-                source=source,
-                ranks=chosen,
-                execution_count=execution_count,
-                text_limit=text_limit,
-            ),
-            timeout_seconds,
+        request = RunCell(
+            cell_id=uuid.uuid4().hex,
+            source=source,
+            ranks=chosen,
+            execution_count=execution_count,
+            text_limit=text_limit,
+            can_ask=can_ask,
         )
+        return self._stream(request, timeout_seconds)
 
     def _stream(
         self, request: RunCell, timeout_seconds: float | None
@@ -199,10 +204,7 @@ class World(Healing):
     ) -> list[Any]:
         """Call `fn(*args)` on ranks and return the results in rank order.
 
-        The function may be a lambda, a closure or defined in the notebook.
-
-        Raises:
-            RemoteCellError: the call failed on a rank.
+        The function may be a lambda, a closure or defined in the notebook. Raises RemoteCellError.
         """
         chosen = check_ranks(ranks, self.num_ranks)
         self._check_alive(chosen)

@@ -1,5 +1,6 @@
 """Every value that crosses a process border (anywhere; standard library only)."""
 
+from nbdist.messages.asking import InputReply, InputRequest
 from nbdist.messages.link import (
     TEXT_LIMIT,
     AbortGroup,
@@ -68,6 +69,8 @@ __all__ = [
     "RankFailed",
     "RankDone",
     "TEXT_LIMIT",
+    "InputRequest",
+    "InputReply",
     "CompleteQuery",
     "InspectQuery",
     "NamesQuery",

@@ -49,6 +49,7 @@ class RankInfo(Message):
     Attributes:
         generation: of the process group the rank is in; -1 before the first.
         running_cell: id of the cell that runs; empty when idle.
+        failure: kind of the exception whose traceback the rank keeps; empty when it keeps none.
     """
 
     rank: int
@@ -62,6 +63,8 @@ class RankInfo(Message):
     engine_id: int = -1
     generation: int = -1
     running_cell: str = ""
+    failure: str = ""
+    failed_at_seconds: float = 0.0
     query_id: str = ""
 
 
@@ -134,6 +137,7 @@ class RunCell(Message):
         execution_count: the notebook's cell number, shown in tracebacks; 0 keeps the rank's own.
         ranks: every rank that runs the cell.
         text_limit: most characters of text a rank sends at once; what is beyond is in its log.
+        can_ask: whether the client answers an `InputRequest`.
     """
 
     cell_id: str
@@ -141,6 +145,7 @@ class RunCell(Message):
     ranks: tuple[int, ...]
     execution_count: int = 0
     text_limit: int = TEXT_LIMIT
+    can_ask: bool = False
 
 
 @message("interrupt")
@@ -171,6 +176,7 @@ class Where(Message):
 
     Attributes:
         running_cell: id of the cell that runs; empty when idle.
+        asks: whether the cell waits for the user's input.
         line: of the user's code, such as `Cell In[3], line 2`; empty when unknown.
         waits_in: the collective that the main thread waits in; empty when in none.
         group: id of that collective's group; `number` is the call's in that group.
@@ -181,6 +187,7 @@ class Where(Message):
     rank: int
     query_id: str
     running_cell: str = ""
+    asks: bool = False
     line: str = ""
     waits_in: str = ""
     waited_seconds: float = 0.0

@@ -18,6 +18,7 @@ COMMANDS = {
     "heal": "start a process for each rank that died; the others keep their variables",
     "restart": "end ranks and start them anew; their variables go",
     "interrupt": "stop the cell that runs on the ranks",
+    "debug": "open the debugger where a rank's last cell failed",
     "push": "copy names from this notebook to the ranks",
     "pull": "copy a name from the ranks to this notebook",
     "who": "list the names on the ranks, and whether their values differ",
@@ -95,6 +96,9 @@ def line_parser() -> argparse.ArgumentParser:
         "default 0",
     )  # fmt: skip
     made["attach"].add_argument("world_id", nargs="?", help="needed when several worlds run")
+    debug = made["debug"]
+    debug.add_argument("rank", nargs="?", type=int, help="default: the rank that failed first")
+    debug.add_argument("-r", "--rank", dest="option", type=int, metavar="RANK", help="the same")
     made["push"].add_argument("names", nargs="+", help="names of this notebook")
     made["pull"].add_argument("name", help="a name on the ranks")
     made["pull"].add_argument(

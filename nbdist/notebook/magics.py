@@ -16,12 +16,14 @@ from nbdist.cluster.world import World
 from nbdist.errors import CellInterrupted, CellSyntaxError, NbdistError
 from nbdist.messages import Message
 from nbdist.notebook.arguments import COMMANDS, cell_parser, line_parser, parse
+from nbdist.notebook.asking import Prompts, prompt_of
 from nbdist.notebook.auto import AutoMode
 from nbdist.notebook.complete import RankNames
 from nbdist.notebook.healed import replace_ranks
 from nbdist.notebook.late import LateOutput
 from nbdist.notebook.logs import read_log
 from nbdist.notebook.outlet import MAX_CHARS
+from nbdist.notebook.postmortem import SOURCE, choose_rank
 from nbdist.notebook.render import CellView
 from nbdist.notebook.session import current_world, set_world
 from nbdist.notebook.tables import StageDisplay, say, show, show_status
@@ -68,25 +70,38 @@ class DistributedMagics(Magics):
         world = current_world()
         try:
             ranks = check_ranks(options.ranks, world.num_ranks)
-            stream = world.stream(
-                cell,
-                ranks,
-                options.timeout,
-                execution_count=self._ip.execution_count,
-                text_limit=2 * MAX_CHARS // len(ranks),
-            )
+            self._show_cell(world, cell, ranks, options.timeout, quiet=options.quiet)
         except SyntaxError as error:
             raise CellSyntaxError(error) from None
         except ValueError as error:
             raise UsageError(f"%%distributed: {error}") from None
-        live = hasattr(self._ip, "kernel")
-        view = CellView(ranks, self._publish, quiet=options.quiet, live=live)
-        if not options.quiet:
+
+    def _show_cell(
+        self,
+        world: World,
+        source: str,
+        ranks: tuple[int, ...],
+        timeout_seconds: float | None = None,
+        *,
+        quiet: bool = False,
+    ) -> None:
+        prompt = prompt_of(self._ip)
+        stream = world.stream(
+            source,
+            ranks,
+            timeout_seconds,
+            execution_count=self._ip.execution_count,
+            text_limit=2 * MAX_CHARS // len(ranks),
+            can_ask=prompt is not None,
+        )
+        view = CellView(ranks, self._publish, quiet=quiet, live=hasattr(self._ip, "kernel"))
+        if not quiet:
             world.on_late_event(self._late.take)
             view.on_first_event = self._late.remember
+        prompts = Prompts(prompt, world.post, view, is_alone=len(ranks) == 1) if prompt else None
         failed = True
         try:
-            _drive(stream, view)
+            _drive(stream, view, prompts)
             failed = False
         finally:
             view.finish(failed=failed)
@@ -158,6 +173,18 @@ class DistributedMagics(Magics):
     def _interrupt(self, _arguments: argparse.Namespace) -> None:
         current_world().interrupt()
 
+    def _debug(self, arguments: argparse.Namespace) -> None:
+        world = current_world()
+        wanted = arguments.rank if arguments.option is None else arguments.option
+        if wanted is not None:
+            check_ranks((wanted,), world.num_ranks)
+        if prompt_of(self._ip) is None:
+            raise NbdistError(
+                "`%distributed debug` asks for commands, but this front end takes no input: "
+                "run it in JupyterLab, a notebook or a terminal"
+            )
+        self._show_cell(world, SOURCE, (choose_rank(world, wanted),))
+
     def _push(self, arguments: argparse.Namespace) -> None:
         names = self._ip.user_ns
         if missing := [name for name in arguments.names if name not in names]:
@@ -191,7 +218,9 @@ class DistributedMagics(Magics):
         self.auto_mode.is_on = arguments.state == "on"
 
 
-def _drive(stream: Generator[Message | None, None, None], view: CellView) -> None:
+def _drive(
+    stream: Generator[Message | None, None, None], view: CellView, prompts: Prompts | None
+) -> None:
     """Show a cell's events; an interrupt while one is shown reaches the ranks as well."""
     pending: KeyboardInterrupt | None = None
     while True:
@@ -199,6 +228,8 @@ def _drive(stream: Generator[Message | None, None, None], view: CellView) -> Non
             event = next(stream) if pending is None else stream.throw(pending)
             pending = None
             view.take(event)
+            if prompts is not None:
+                prompts.take(event)
         except StopIteration:
             return
         except KeyboardInterrupt as interrupt:
@@ -208,6 +239,8 @@ def _drive(stream: Generator[Message | None, None, None], view: CellView) -> Non
                     f"stopped on the ranks; their variables are kept{said}"
                 ) from None
             pending = interrupt
+            if prompts is not None:
+                prompts.stop()
 
 
 def _complete(_completer: Any, event: Any) -> list[str]:

@@ -80,6 +80,15 @@ class CellView:
         self._folder.release()
         self._outlet.flush()
 
+    def catch_up(self, rank: int) -> None:
+        """Show all that is held back now: the user is asked, and what this rank wrote matters."""
+        self._end_rows(rank)
+        self._folder.release(everything=True)
+        self._outlet.close_lines()
+        self._outlet.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
     def finish(self, *, failed: bool) -> None:
         """Show all that is still held back, and leave nothing that says the cell runs."""
         for rank in self._ranks:

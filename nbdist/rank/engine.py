@@ -173,6 +173,7 @@ class Rank:
         assert self.place is not None, "a spare is told its place first"
         session, member = self._session, self._membership
         device = member.device if member else Device(name="", label="", memory_bytes=0)
+        failure = session.executor.failure if session else None
         self.link.emit(
             RankInfo(
                 rank=self.place.rank,
@@ -186,6 +187,8 @@ class Rank:
                 engine_id=session.engine_id if session else -1,
                 generation=member.group.generation if member else -1,
                 running_cell=session.executor.running_cell if session else "",
+                failure=failure.text if failure else "",
+                failed_at_seconds=failure.at_seconds if failure else 0.0,
                 query_id=message.query_id,
             )
         )

@@ -8,6 +8,7 @@ on the stack, and cancels the cell's task when the cell waits in an `await`.
 from __future__ import annotations
 
 import asyncio
+import bdb
 import ctypes
 import signal
 import sys
@@ -29,6 +30,8 @@ from nbdist.messages import (
     StopDeferred,
 )
 from nbdist.rank import loaders
+from nbdist.rank.asking import Asking
+from nbdist.rank.failure import LastFailure
 from nbdist.rank.link import RankLink
 from nbdist.rank.output import CellOutput, FdCapture
 
@@ -37,6 +40,9 @@ __all__ = ["Executor"]
 _RUN_CODE = InteractiveShell.run_code.__code__
 _MAKE_LOADER = "_MultiProcessingDataLoaderIter.__init__"
 _libc = ctypes.CDLL(None)
+
+_STOPS = KeyboardInterrupt | asyncio.CancelledError | bdb.BdbQuit
+_LEFT = "the debugger was left by `q`, which ends the cell; `c` goes on with it"
 
 RETRY_SECONDS = 0.05
 IMPORT_SECONDS = 5.0
@@ -70,6 +76,8 @@ class Executor:
         self._interrupted = False
         self._put_off_until = 0.0
         self._failed_at = 0.0
+        self.asking = Asking(link, output, self._drain)
+        self.failure = LastFailure(shell)
         # IPython's hook point for front ends.
         shell._showtraceback = self._show_traceback  # type: ignore[method-assign,assignment]
         self._show_in_full = shell.showtraceback
@@ -94,6 +102,8 @@ class Executor:
         assert isinstance(message, RunCell), message
         with self._lock:
             busy, self._current = self._current, self._current or message.cell_id
+            # A stop may arrive before the main thread has begun.
+            self._interrupted = self._interrupted and bool(busy)
         if busy:
             self._link.emit(
                 RankDone(
@@ -114,16 +124,18 @@ class Executor:
     async def _run(self, message: RunCell) -> None:
         """Run one cell from its first event to `RankDone`."""
         started = time.perf_counter()
-        self._interrupted = False
         self._failed_at = 0.0
+        self.failure.begin(message.source)
         self._output.begin(message.cell_id, message.text_limit)
+        self.asking.begin(message)
         status = "ok"
         try:
-            status = await self._execute(message)
+            status = "interrupted" if self._interrupted else await self._execute(message)
         except (KeyboardInterrupt, asyncio.CancelledError):
             status = "interrupted"
             loaders.end_workers()
         finally:
+            self.asking.end()
             self._drain()
             with self._lock:
                 self._current = ""
@@ -155,13 +167,17 @@ class Executor:
         error = result.error_before_exec or result.error_in_exec
         if error is None:
             return "ok"
-        stopped = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
-        if not (stopped and self._interrupted):
-            return "error"
-        # First the workers: a loader that goes with its frame would wait for them.
-        loaders.end_workers()
-        loaders.clear_frames(error)
-        return "interrupted"
+        stopped = self._interrupted and isinstance(error, _STOPS)
+        if stopped:
+            # Before the frames: a loader that goes with its frame would wait for them.
+            loaders.end_workers()
+        self.failure.end(error, stopped=stopped)
+        if stopped:
+            return "interrupted"
+        if isinstance(error, bdb.BdbQuit):
+            # IPython says nothing of it: at a prompt in a terminal there is nobody to tell.
+            self._show_traceback(bdb.BdbQuit, _LEFT, [f"BdbQuit: {_LEFT}"])
+        return "error"
 
     def _show_or_list(self, *args: Any, **kwargs: Any) -> None:
         """Show the exception of a cell as IPython does, after a stop only list its calls.
@@ -206,6 +222,7 @@ class Executor:
             if self._current != message.cell_id:
                 return
             self._interrupted = True
+        self.asking.stop()
         self._put_off_until = time.monotonic() + IMPORT_SECONDS
         # Code that has put its own handler in place, as a trainer, chooses when it stops.
         if signal.getsignal(signal.SIGINT) not in (self._on_sigint, signal.default_int_handler):
@@ -213,6 +230,7 @@ class Executor:
         _signal_main_thread()
 
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
+        __tracebackhide__ = True
         del signum
         if not self._current or not self._interrupted:
             return
@@ -225,7 +243,10 @@ class Executor:
             if frame.f_code is _RUN_CODE:
                 raise KeyboardInterrupt
             frame = frame.f_back
-        if self._task is not None:
+        if self._task is not None and asyncio.current_task(self._loop) is self._task:
+            # The cell's code has not begun, or has just ended.
+            threading.Timer(RETRY_SECONDS, _signal_main_thread).start()
+        elif self._task is not None:
             # The loop may be asleep: only this form wakes it.
             self._loop.call_soon_threadsafe(self._task.cancel)
 

@@ -6,10 +6,9 @@ import gc
 import multiprocessing
 import sys
 import time
-import traceback
 from typing import Any
 
-__all__ = ["end_workers", "clear_frames"]
+__all__ = ["end_workers"]
 
 PATIENCE_SECONDS = 0.2
 
@@ -49,12 +48,3 @@ def _end(iterator: Any) -> None:
         worker.join(max(0.0, deadline - time.monotonic()))
         if worker.is_alive():
             worker.kill()
-
-
-def clear_frames(error: BaseException | None) -> None:
-    """Drop the local variables of the calls that an exception has passed through."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

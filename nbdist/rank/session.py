@@ -8,6 +8,7 @@ from typing import Any
 
 import tqdm.std
 
+from nbdist.rank.debugger import install_debugger
 from nbdist.rank.display import LinkDisplayHook, LinkDisplayPublisher
 from nbdist.rank.executor import Executor
 from nbdist.rank.link import RankLink
@@ -42,4 +43,7 @@ def open_session(kernel: Any, link: RankLink, directory: Path) -> Executor:
     # IPython would set every traceback a second time, for a history that nobody reads here.
     shell._format_exception_for_storage = lambda *_args, **_kwargs: {}
     install_port(link)
-    return Executor(shell, link, output, captures)
+    executor = Executor(shell, link, output, captures)
+    executor.asking.install()
+    install_debugger(executor.asking)
+    return executor

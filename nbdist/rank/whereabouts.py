@@ -29,7 +29,7 @@ def watch_collectives(directory: Path, link: RankLink, group: Group, executor: E
         return
     checker = Checker(directory, link.rank, group, lambda: executor.cell_numbers)
     install(checker)
-    Whereabouts(link, checker, lambda: executor.running_cell)
+    Whereabouts(link, checker, lambda: executor.running_cell, lambda: executor.asking.waits)
 
 
 class Whereabouts:
@@ -39,12 +39,20 @@ class Whereabouts:
         link: where queries come from.
         checker: knows the collective that the main thread is in.
         running_cell: returns the id of the cell that runs; empty when idle.
+        asks: returns whether that cell waits for the user's input.
     """
 
-    def __init__(self, link: RankLink, checker: Checker, running_cell: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        link: RankLink,
+        checker: Checker,
+        running_cell: Callable[[], str],
+        asks: Callable[[], bool],
+    ) -> None:
         self._link = link
         self._checker = checker
         self._running_cell = running_cell
+        self._asks = asks
         link.on_message(WhereQuery, self._tell)
 
     def _tell(self, message: Message) -> None:
@@ -58,6 +66,7 @@ class Whereabouts:
                 rank=self._link.rank,
                 query_id=message.query_id,
                 running_cell=cell_id,
+                asks=self._asks(),
                 counts=self._checker.counts(),
                 **answer,
             )

@@ -68,8 +68,8 @@ class Notebook:
         self.client.start_channels()
         self.client.wait_for_ready(60)
 
-    def send(self, source: str) -> str:
-        return self.client.execute(source)
+    def send(self, source: str, *, allow_stdin: bool = True) -> str:
+        return self.client.execute(source, allow_stdin=allow_stdin)
 
     def wait(self, message_id: str, timeout_seconds: float = 60.0) -> Cell:
         cell, started = Cell(), time.monotonic()
@@ -109,6 +109,14 @@ class Notebook:
                 raise AssertionError(f"{text!r} did not appear; seen: {seen!r}") from None
             if message["msg_type"] == "stream":
                 seen += message["content"]["text"]
+
+    def wait_for_prompt(self, timeout_seconds: float = 60.0) -> tuple[str, bool]:
+        """Wait for an input request; return its prompt and whether it is for a password."""
+        content = self.client.get_stdin_msg(timeout=timeout_seconds)["content"]
+        return content["prompt"], content["password"]
+
+    def type(self, line: str) -> None:
+        self.client.input(line)
 
     def close(self) -> None:
         self.client.stop_channels()

@@ -18,7 +18,7 @@ from nbdist.errors import (
     RankLostError,
     RemoteCellError,
 )
-from nbdist.messages import RankStream
+from nbdist.messages import Interrupt, RankDone, RankStream, RunCell
 
 
 def pids_of(world):
@@ -302,3 +302,21 @@ def test_launcher_killed_takes_its_ranks_along(own_world):
     assert keeper.is_alive(launcher.pid, own_world.record.processes[0][1])
     launcher.kill()
     assert_all_gone(ranks, within_seconds=5)
+
+
+def test_stop_that_comes_before_the_cell_has_begun_stops_it(world):
+    ended, endings = threading.Event(), []
+
+    def take(rank, event):
+        endings.append(event)
+        ended.set()
+
+    end = world.subscribe(RankDone, take)
+    for number in range(5):
+        ended.clear()
+        cell_id = f"early-{number}"
+        world.post(0, RunCell(cell_id=cell_id, source="while True: pass", ranks=(0,)))
+        world.post(0, Interrupt(cell_id=cell_id))
+        assert ended.wait(2)
+    end()
+    assert [event.status for event in endings] == ["interrupted"] * 5

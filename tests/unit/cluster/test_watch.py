@@ -98,6 +98,13 @@ def test_new_wait_is_not_taken_for_the_one_before(link):
         assert watched.look() is None
 
 
+def test_note_says_which_rank_waits_for_input_and_nothing_is_raised(link):
+    asks = {"asks": True, "line": "Cell In[4], line 1", "counts": {"a": 2}}
+    link.places = {0: waiting(11.0), 1: asks}
+    [note] = looks(watch(link))
+    assert note.splitlines()[2] == "  rank 1: waits for your input, Cell In[4], line 1"
+
+
 def test_long_wait_gives_one_note_that_places_every_rank_until_it_ends(link):
     watched = watch(link)
     link.places = {0: waiting(12.0), 1: {"line": "Cell In[4], line 1"}}
