@@ -158,11 +158,10 @@ class Executor:
 
         Nobody reads the traceback of a stop, and IPython takes up to a second to set one.
         """
-        if not (self._current and self._interrupted):
+        etype, value, trace = sys.exc_info()
+        if etype is None or not (self._current and self._interrupted):
             self._show_in_full(*args, **kwargs)
             return
-        etype, value, trace = sys.exc_info()
-        assert etype is not None, "IPython calls this while it handles an exception"
         lines = traceback.format_exception(etype, value, trace)
         self._show_traceback(etype, value, ["".join(lines).rstrip()])
 
