@@ -190,9 +190,16 @@ class CellRun:
         elif isinstance(event, RankDone):
             self._endings[event.rank] = event
             self._waiting.discard(event.rank)
-            failed = event.status in ("error", "lost", "busy")
-            self._ladder.take_end(time.monotonic(), failed=failed)
+            self._take_end(event.status, time.monotonic())
         return event
+
+    def _take_end(self, status: str, now: float) -> None:
+        if status == "interrupted" and not self._ladder.is_climbing:
+            # Another client has stopped the cell, on all of its ranks.
+            self._stopped = True
+            self._ladder.ask()
+            self._ladder.climb(now)
+        self._ladder.take_end(now, failed=status in ("error", "lost", "busy"))
 
     def _tick(self) -> CellNote | None:
         """Do what the time asks for; return what the user should know of it."""

@@ -164,6 +164,8 @@ def _brief(answer: Where | None, request: RunCell) -> str:
         return ""
     if answer.running_cell != request.cell_id:
         return "done"
+    if answer.asks:
+        return "waits for your input"
     place = answer.line.removeprefix(f"Cell In[{request.execution_count}], ")
     return ", ".join(filter(None, [place, answer.waits_in and f"in {answer.waits_in}"]))
 

@@ -184,15 +184,14 @@ class Executor:
 
         Nobody reads the traceback of a stop, and IPython takes up to a second to set one.
         """
-        if not (self._current and self._interrupted):
+        etype, value, trace = sys.exc_info()
+        if etype is None or not (self._current and self._interrupted):
             # Only for the cell itself: one that it runs by `run_cell` may fail and the cell go on.
             if kwargs.get("running_compiled_code") and _depth(sys._getframe(1)) == 1:
                 self._failed_at = time.time()
                 self._output.event(RankFailed)
             self._show_in_full(*args, **kwargs)
             return
-        etype, value, trace = sys.exc_info()
-        assert etype is not None, "IPython calls this while it handles an exception"
         lines = traceback.format_exception(etype, value, trace)
         self._show_traceback(etype, value, ["".join(lines).rstrip()])
 

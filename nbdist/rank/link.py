@@ -120,7 +120,8 @@ class RankLink:
                 continue
             topic = topic_of(message)
             if topic:
-                self._routes[topic] = client
+                # The first to use an id has asked; another client may send an interrupt for it.
+                self._routes.setdefault(topic, client)
             handler = self._handlers.get(type(message))
             if handler is None:
                 event = Unhandled(rank=self.rank, unhandled=message.kind, topic=topic)

@@ -6,6 +6,7 @@ import time
 import psutil
 import pytest
 
+from nbdist import World
 from nbdist.messages import CellNote
 
 IMPORTS = """
@@ -40,15 +41,15 @@ CELLS = {
 }
 
 
-def stop_soon(world, source, ranks=None):
+def stop_soon(world, source, interrupt=None):
     """Run a cell, stop it once it has printed, and return what it yielded and the seconds."""
-    stream = world.stream(source, ranks)
+    stream = world.stream(source)
     events, stopped_at = [], 0.0
     while (event := next_or_stopped(stream)) != "stopped":
         events.append(event)
         if not stopped_at and getattr(event, "text", "").strip():
             stopped_at = time.monotonic()
-            threading.Timer(0.2, world.interrupt).start()
+            threading.Timer(0.2, interrupt or world.interrupt).start()
     return events, time.monotonic() - stopped_at - 0.2
 
 
@@ -62,7 +63,7 @@ def next_or_stopped(stream):
 @pytest.fixture(scope="module")
 def stop_world(world):
     """A world whose ranks know the names that the cells use."""
-    world.run(IMPORTS + LOADERS)
+    world.run(IMPORTS + LOADERS + "import nbdist.train")
     return world
 
 
@@ -84,10 +85,20 @@ def test_stop_ends_the_cell_in_two_seconds_with_its_workers(stop_world, kind):
         assert stop_world.run(again).text[0] == "[[1.0, 1.0]]\n"
 
 
+def test_stop_from_another_client_frees_and_ends_the_cell(stop_world):
+    other = World.attach(stop_world.world_id)
+    try:
+        _, seconds = stop_soon(stop_world, CELLS["barrier"], other.interrupt)
+    finally:
+        other._link.close()
+    assert seconds < 2
+    assert stop_world.run("print(1)").text == {0: "1\n", 1: "1\n"}
+
+
 STEP = """
 from nbdist.train.interrupt import StopRequest
-import torch.distributed as dist, torch, time
 with StopRequest() as stop:
+    dist.barrier()
     print("on")
     for step in range(3):
         asked = torch.tensor([float(stop.asked)])
