@@ -82,6 +82,10 @@ class CollectiveMismatchError(NbdistError):
     """Ranks of a group made calls that do not belong together; it was found before sending."""
 
 
+class StaleGroupError(NbdistError):
+    """A collective was called on a process group that was freed after a failure or a stop."""
+
+
 class CollectiveSubsetError(NbdistError):
     """A rank waited in a collective that idle ranks of its group never called.
 
@@ -103,6 +107,7 @@ class RemoteCellError(NbdistError):
         value: the text of its exception.
         traceback: its formatted traceback, with colour codes.
         others: `{rank: what happened to it}` of the ranks that ended after it.
+        hint: what to do about it, where nbdist knows; else empty.
     """
 
     def __init__(
@@ -112,6 +117,8 @@ class RemoteCellError(NbdistError):
         value: str,
         remote_traceback: str = "",
         others: dict[int, str] | None = None,
+        *,
+        hint: str = "",
     ) -> None:
         super().__init__(rank, name, value, remote_traceback, others)
         self.rank = rank
@@ -119,6 +126,7 @@ class RemoteCellError(NbdistError):
         self.value = value
         self.traceback = remote_traceback
         self.others = dict(others or {})
+        self.hint = hint
 
     def __str__(self) -> str:
         text = f"rank {self.rank} raised {self.name}: {self.value}"
@@ -126,7 +134,7 @@ class RemoteCellError(NbdistError):
             shown = [f"rank {rank} {what}" for rank, what in sorted(self.others.items())[:8]]
             rest = len(self.others) - len(shown)
             text += "; then " + "; ".join(shown) + (f"; and {rest} more" if rest > 0 else "")
-        return text
+        return f"{text}\nHint: {self.hint}." if self.hint else text
 
     def _render_traceback_(self) -> list[str]:
         """Show the rank's own traceback in IPython, not the client's."""

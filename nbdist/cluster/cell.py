@@ -251,8 +251,9 @@ class CellRun:
         first = sorted(self._errors, key=lambda e: e.at_seconds)
         if first and not (self._timed_out and not by_status.get("error")):
             others = {e.rank: _after(e) for e in first if e.rank != first[0].rank}
+            cause = first[0]
             raise RemoteCellError(
-                first[0].rank, first[0].name, first[0].value, first[0].traceback, others
+                cause.rank, cause.name, cause.value, cause.traceback, others, hint=cause.hint
             )
         if self._timed_out:
             raise CellTimeoutError(

@@ -266,12 +266,13 @@ class RankFailed(CellEvent):
 
 @message("error")
 class RankError(CellEvent):
-    """Rank to client: the exception that ended the rank's cell."""
+    """Rank to client: the exception that ended the rank's cell, and what may help against it."""
 
     name: str
     value: str
     traceback: str
     at_seconds: float = 0.0
+    hint: str = ""
 
 
 @message("done")

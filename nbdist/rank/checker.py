@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from nbdist.errors import CollectiveMismatchError
+from nbdist.errors import CollectiveMismatchError, StaleGroupError
 from nbdist.rank.calls import ANY, Call, CallLog, pack_head
 
 __all__ = ["Checker", "Seen", "Wait", "OPS", "REDUCTIONS"]
@@ -64,6 +64,7 @@ class _Group:
     ranks: tuple[int, ...]
     peers: tuple[int, ...]
     name: str
+    generation: int
     count: int = 0
     num_messages: int = 0
 
@@ -220,6 +221,12 @@ class Checker:
             return None
         known = self._groups.get(id(process_group))
         if known is not None and known[0]() is process_group:
+            if known[1] is not None and known[1].generation != self._default_group.generation:
+                raise StaleGroupError(
+                    f"a collective of {known[1].name} was called, which was freed after a failure "
+                    "or a stop and made anew; what was built on it (a model's shards, DDP, a "
+                    "DeviceMesh) went with it: run the cell that builds the model again"
+                )
             return known[1]
         with self._lock:
             made = self._know(process_group)
@@ -244,6 +251,7 @@ class Checker:
             ranks=ranks,
             peers=tuple(rank for rank in ranks if rank != self.rank),
             name="the default group" if is_default else f"the group of ranks {shown}",
+            generation=self._default_group.generation,
         )
 
     def _compare(self, call: Call, group: _Group) -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -76,6 +77,7 @@ class Executor:
         self._interrupted = False
         self._put_off_until = 0.0
         self._failed_at = 0.0
+        self.advise: Callable[[str], str] = lambda _text: ""
         self.asking = Asking(link, output, self._drain)
         self.failure = LastFailure(shell)
         # IPython's hook point for front ends.
@@ -207,6 +209,7 @@ class Executor:
             value=text,
             traceback="\n".join(lines),
             at_seconds=self._failed_at or time.time(),
+            hint=self.advise(text),
         )
 
     def _drain(self) -> None:

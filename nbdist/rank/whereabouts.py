@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.messages import Message, Where, WhereQuery
 from nbdist.rank.checker import Checker, Wait
+from nbdist.rank.hints import hint_for
 from nbdist.rank.intercept import install
 from nbdist.rank.link import RankLink
+from nbdist.rank.replicas import watch_ddp
 
 if TYPE_CHECKING:
     from nbdist.rank.executor import Executor
@@ -25,7 +27,10 @@ __all__ = ["Whereabouts", "watch_collectives"]
 
 def watch_collectives(directory: Path, link: RankLink, group: Group, executor: Executor) -> None:
     """Check this rank's collectives and answer where it is, unless that is switched off."""
-    if os.environ.get("NBDIST_COLLECTIVE_CHECK") == "0":
+    is_checked = os.environ.get("NBDIST_COLLECTIVE_CHECK") != "0"
+    watch_ddp(show_calls=is_checked)
+    executor.advise = lambda text: hint_for(text, generation=group.generation)
+    if not is_checked:
         return
     checker = Checker(directory, link.rank, group, lambda: executor.cell_numbers)
     install(checker)
@@ -79,11 +84,12 @@ class Whereabouts:
         answer: dict[str, Any] = {"line": f"Cell In[{cell}], line {line}" if cell else ""}
         wait = self._checker.waiting()
         if wait is None and frame is not None:
-            # Inside the wait for an asynchronous call, such as FSDP's: a C function, so its name
-            # stands only in the line that called it.
+            # Inside the wait for an asynchronous call, such as FSDP's or at the end of DDP's
+            # backward: a C function, so its name stands only in the line that called it.
             # A frame that is just being entered has no line yet.
             text = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
-            wait = self._checker.pending() if "wait" in text else None
+            is_waiting = "wait" in text or "run_backward" in text
+            wait = self._checker.pending() if is_waiting else None
         return answer if wait is None else {**answer, **self._waits(wait)}
 
     def _waits(self, wait: Wait) -> dict[str, Any]:
