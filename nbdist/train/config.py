@@ -38,6 +38,8 @@ class TrainConfig:
     Attributes:
         num_steps: optimizer steps of the whole run, resumed parts included.
         global_batch_size: rows a step, over all ranks.
+        accumulation_steps: micro-batches that a rank's rows are cut into; the ranks exchange
+            gradients once a step.
         learning_rate: at its peak, after the warm-up.
         warmup_steps: steps over which the learning rate rises from near 0.
         final_learning_rate_fraction: what a half cosine leaves of the peak at the last step.
@@ -52,6 +54,7 @@ class TrainConfig:
 
     num_steps: int
     global_batch_size: int = 16
+    accumulation_steps: int = 1
     learning_rate: float = 3e-3
     warmup_steps: int = 20
     final_learning_rate_fraction: float = 0.1
@@ -64,7 +67,8 @@ class TrainConfig:
     loss_fn: LossFn = next_token_loss
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "global_batch_size", "learning_rate", "clip_norm"):
+        positive = ("num_steps", "global_batch_size", "accumulation_steps")
+        for name in (*positive, "learning_rate", "clip_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} is not above 0; set {name} > 0")
         for name in ("warmup_steps", "weight_decay", "seed"):

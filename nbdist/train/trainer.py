@@ -13,11 +13,12 @@ import torch.distributed as dist
 from nbdist.errors import CheckpointError, NoWorldError
 from nbdist.train import checkpoint
 from nbdist.train.interrupt import StopRequest
-from nbdist.train.mesh import build_mesh, data_parallel_place
+from nbdist.train.mesh import data_parallel_place, degrees_of
 from nbdist.train.metrics import ProgressLine, StepRecord, TrainHistory
 from nbdist.train.optim import build_optimizer, clip_gradients, validation_loss
-from nbdist.train.parallelize import parallelize
+from nbdist.train.parallelize import bare, mesh_of, parallelize
 from nbdist.train.rng import restore_rng, seed_rng
+from nbdist.train.steps import ForwardBackward
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +37,8 @@ _log = logging.getLogger(__name__)
 class Trainer:
     """Trains a model on all ranks. Collective over: the default group, as are all its methods.
 
-    A whole model is sharded over `mesh` first; one that `parallelize` returned is taken as it is.
+    A whole model is sharded over `mesh` first; one that `parallelize` returned is taken as it is,
+    on its own mesh.
     AdamW, a learning rate that warms up and falls along a cosine, gradients clipped by the norm
     of the whole gradient.
 
@@ -44,7 +46,7 @@ class Trainer:
         model: built on every rank.
         data: equal on every rank; each takes its own rows.
         config: how to train.
-        mesh: from `build_mesh`; all ranks on `dp_shard` when None.
+        mesh: from `build_mesh`; when None, that of the model, or all ranks on `dp_shard`.
 
     Attributes:
         step: optimizer steps done.
@@ -60,7 +62,7 @@ class Trainer:
         mesh: DeviceMesh | None = None,
     ) -> None:
         self.config = config
-        self.mesh = build_mesh() if mesh is None else mesh
+        self.mesh = mesh_of(model, mesh)
         self.model = parallelize(model, self.mesh)
         self.optimizer = build_optimizer(self.model, config)
         self.step = 0
@@ -73,6 +75,7 @@ class Trainer:
             world_size=self._world_size,
         )
         self._device = torch.device(self.mesh.device_type)
+        self._forward_backward = ForwardBackward(self.model, self.mesh, config)
         self._parameters = list(self.model.parameters())
         self._group = dist.group.WORLD
         self._updating = False  # True only while weights and `step` do not belong together
@@ -118,11 +121,11 @@ class Trainer:
     def _train_step(self, stop: StopRequest) -> StepRecord:
         started = time.perf_counter()
         inputs, targets = self._on_device(self._data.batch(self.step))
-        loss = self.config.loss_fn(self.model(inputs), targets)
-        # share of this rank's rows: 1 unless they are dealt unevenly
-        weight = len(inputs) * self._world_size / self.config.global_batch_size
-        shared, sent = self._share(loss.detach() * (weight / self._world_size), stop)
-        (loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        sharing: list[tuple[Tensor, dist.Work | None]] = []
+        self._forward_backward(
+            inputs, targets, lambda loss: sharing.append(self._share(loss, stop))
+        )
+        shared, sent = sharing[0]
         norm = clip_gradients(self._parameters, self.config.clip_norm)
         rate = self._update()
         if sent is not None:
@@ -170,7 +173,7 @@ class Trainer:
         """
         where = self._checkpoint_config()
         tokenizer: Any = getattr(self._dataset, "tokenizer", None)
-        model_config = getattr(self.model, "config", None)
+        model_config = getattr(bare(self.model), "config", None)
         described = {"train": self.config.describe()}
         if dataclasses.is_dataclass(model_config) and not isinstance(model_config, type):
             described["model"] = dataclasses.asdict(model_config)
@@ -179,7 +182,7 @@ class Trainer:
             step=self.step,
             model=self.model,
             optimizer=self.optimizer,
-            mesh=dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)),
+            mesh=degrees_of(self.mesh),
             loss=self.history.losses[-1] if self.history.records else None,
             config=described,
             tokenizer_json=tokenizer.to_str() if hasattr(tokenizer, "to_str") else None,

@@ -1,0 +1,79 @@
+"""Forward and backward of one step: micro-batches and each rank's share of the loss (ranks)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from nbdist.train.mesh import data_parallel_place
+from nbdist.train.parallelize import last_micro_batch, loss_context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from nbdist.train.config import TrainConfig
+
+__all__ = ["ForwardBackward", "whole"]
+
+
+class ForwardBackward:
+    """Computes the gradients of a rank's rows. Collective over: the mesh.
+
+    Args:
+        model: from `parallelize`.
+        mesh: the whole mesh.
+        config: how to train.
+
+    Raises:
+        ValueError: a micro-batch would have no row on some rank.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, config: TrainConfig) -> None:
+        self._model = model
+        self._config = config
+        _, self._num_data_ranks = data_parallel_place(mesh)
+        # ranks that compute the loss of the same rows; summed over all ranks it counts once
+        self._num_copies = dist.get_world_size() // self._num_data_ranks
+        fewest = config.global_batch_size // self._num_data_ranks
+        if fewest < config.accumulation_steps:
+            raise ValueError(
+                f"accumulation_steps={config.accumulation_steps} was asked for, but a rank has "
+                f"{fewest} rows of global_batch_size={config.global_batch_size}; set "
+                f"accumulation_steps <= {fewest} or global_batch_size >= "
+                f"{config.accumulation_steps * self._num_data_ranks}"
+            )
+
+    def __call__(self, inputs: Tensor, targets: Tensor, share: Callable[[Tensor], None]) -> None:
+        """Leave gradients in the model.
+
+        Args:
+            inputs: this rank's rows.
+            targets: of those rows.
+            share: called once, before the last backward, with this rank's part of the mean loss
+                of the global batch: a scalar that sums to it over all ranks.
+        """
+        number = self._config.accumulation_steps
+        parts = zip(inputs.tensor_split(number), targets.tensor_split(number), strict=True)
+        total = torch.zeros((), device=inputs.device)
+        for index, (rows, row_targets) in enumerate(parts):
+            is_last = index == number - 1
+            with last_micro_batch(self._model, is_last=is_last), loss_context(self._model):
+                loss = self._config.loss_fn(self._model(rows), row_targets)
+                # gradients are averaged over data ranks, whose rows may be dealt unevenly
+                weight = len(rows) * self._num_data_ranks / self._config.global_batch_size
+                part = whole(loss.detach()) * (weight / self._num_data_ranks / self._num_copies)
+                total = total + part
+                if is_last:
+                    share(total)
+                (loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor without its shards: equal on all ranks of its mesh."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
