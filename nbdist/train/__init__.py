@@ -7,7 +7,7 @@ from nbdist.train.manifest import latest, list_checkpoints
 from nbdist.train.mesh import MeshConfig, build_mesh
 from nbdist.train.metrics import StepRecord, TrainHistory
 from nbdist.train.models import DecoderConfig, DecoderLM
-from nbdist.train.parallelize import parallelize
+from nbdist.train.parallelize import PipelineConfig, parallelize, schedule_grid
 from nbdist.train.trainer import Trainer
 
 __all__ = [
@@ -19,6 +19,8 @@ __all__ = [
     "MeshConfig",
     "build_mesh",
     "parallelize",
+    "PipelineConfig",
+    "schedule_grid",
     "TrainConfig",
     "Trainer",
     "TrainHistory",

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from nbdist.train.parallelize import loss_context
+from nbdist.train.parallelize import applied_to, loss_context
 from nbdist.train.steps import whole
 
 if TYPE_CHECKING:
@@ -36,13 +36,20 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     )
 
 
-def clip_gradients(parameters: list[nn.Parameter], clip_norm: float) -> Tensor:
+def clip_gradients(
+    parameters: list[nn.Parameter], clip_norm: float, pipeline: dist.ProcessGroup | None = None
+) -> Tensor:
     """Scale gradients to a norm of at most `clip_norm`; return the norm they had, a scalar.
 
-    Collective over: the meshes of the parameters. The norm is of the whole gradient, over all
-    shards; weights that lie on the ranks in different ways are added up one way at a time.
+    Collective over: the meshes of the parameters, and the ranks of their pipeline. The norm is of
+    the whole gradient, over all shards; weights that lie on the ranks in different ways are added
+    up one way at a time.
     """
     norm = gradient_norm(parameters)
+    if pipeline is not None:
+        squared = norm.square()
+        dist.all_reduce(squared, group=pipeline)
+        norm = squared.sqrt()
     for same in _by_layout(parameters).values():
         clip_grads_with_norm_(same, clip_norm, norm)
     return norm
@@ -88,8 +95,7 @@ def validation_loss(
     try:
         for index in range(data.num_validation_batches):
             inputs, targets = (part.to(device) for part in data.validation_batch(index))
-            with loss_context(model):
-                loss = whole(loss_fn(model(inputs), targets))
+            loss = _loss_of(model, inputs, targets, loss_fn)
             sums.append(torch.stack((loss * len(inputs), torch.full_like(loss, len(inputs)))))
     finally:
         model.train()
@@ -97,3 +103,18 @@ def validation_loss(
     dist.all_reduce(total)
     loss_sum, num_rows = total.tolist()
     return float(loss_sum / num_rows)
+
+
+def _loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: LossFn) -> Tensor:
+    applied = applied_to(model)
+    pipeline = applied.pipeline if applied else None
+    with loss_context(model):
+        if pipeline is None:
+            return whole(loss_fn(model(inputs), targets))
+        output = pipeline.forward(inputs)
+        loss = whole(loss_fn(output, targets)) if output is not None else None
+    ranks = dist.get_process_group_ranks(pipeline.group)
+    sent = [None if loss is None else float(loss)]
+    dist.broadcast_object_list(sent, ranks[pipeline.last_place], pipeline.group)
+    assert sent[0] is not None, "the last stage has a loss"
+    return torch.tensor(sent[0], device=inputs.device, dtype=torch.float64)

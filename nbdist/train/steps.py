@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from nbdist.train.mesh import data_parallel_place
-from nbdist.train.parallelize import last_micro_batch, loss_context
+from nbdist.train.parallelize import applied_to, last_micro_batch, loss_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +37,14 @@ class ForwardBackward:
     def __init__(self, model: nn.Module, mesh: DeviceMesh, config: TrainConfig) -> None:
         self._model = model
         self._config = config
+        applied = applied_to(model)
+        self._pipeline = applied.pipeline if applied else None
+        if self._pipeline is not None and config.accumulation_steps > 1:
+            raise ValueError(
+                f"accumulation_steps={config.accumulation_steps} was asked for a model cut over "
+                "pp, whose rows are cut into micro-batches already; set "
+                "PipelineConfig(num_micro_batches=...) instead"
+            )
         _, self._num_data_ranks = data_parallel_place(mesh)
         # ranks that compute the loss of the same rows; summed over all ranks it counts once
         self._num_copies = dist.get_world_size() // self._num_data_ranks
@@ -58,6 +66,9 @@ class ForwardBackward:
             share: called once, before the last backward, with this rank's part of the mean loss
                 of the global batch: a scalar that sums to it over all ranks.
         """
+        if self._pipeline is not None:
+            self._piped(inputs, targets, share)
+            return
         number = self._config.accumulation_steps
         parts = zip(inputs.tensor_split(number), targets.tensor_split(number), strict=True)
         total = torch.zeros((), device=inputs.device)
@@ -72,6 +83,16 @@ class ForwardBackward:
                 if is_last:
                     share(total)
                 (loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
+
+    def _piped(self, inputs: Tensor, targets: Tensor, share: Callable[[Tensor], None]) -> None:
+        assert self._pipeline is not None, "checked by the caller"
+        weight = len(inputs) * self._num_data_ranks / self._config.global_batch_size
+        with loss_context(self._model):
+            loss = self._pipeline.step(inputs, targets, self._config.loss_fn, weight)
+        pp = len(dist.get_process_group_ranks(self._pipeline.group))
+        # of the ranks with these rows, one in pp has a loss: it stands for the others
+        # float64: all ranks must send one dtype, and only the last stage knows that of its loss
+        share(whole(loss).double() * (pp / self._num_data_ranks / self._num_copies))
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from nbdist.train.interrupt import StopRequest
 from nbdist.train.mesh import data_parallel_place, degrees_of
 from nbdist.train.metrics import ProgressLine, StepRecord, TrainHistory
 from nbdist.train.optim import build_optimizer, clip_gradients, validation_loss
-from nbdist.train.parallelize import bare, mesh_of, parallelize
+from nbdist.train.parallelize import applied_to, bare, mesh_of, parallelize
 from nbdist.train.rng import restore_rng, seed_rng
 from nbdist.train.steps import ForwardBackward
 
@@ -75,6 +75,8 @@ class Trainer:
             world_size=self._world_size,
         )
         self._device = torch.device(self.mesh.device_type)
+        pipeline = applied.pipeline if (applied := applied_to(self.model)) else None
+        self._pipeline_group = pipeline.group if pipeline else None
         self._forward_backward = ForwardBackward(self.model, self.mesh, config)
         self._parameters = list(self.model.parameters())
         self._group = dist.group.WORLD
@@ -126,7 +128,7 @@ class Trainer:
             inputs, targets, lambda loss: sharing.append(self._share(loss, stop))
         )
         shared, sent = sharing[0]
-        norm = clip_gradients(self._parameters, self.config.clip_norm)
+        norm = clip_gradients(self._parameters, self.config.clip_norm, self._pipeline_group)
         rate = self._update()
         if sent is not None:
             sent.wait()

@@ -7,6 +7,7 @@ from nbdist.train import (
     DecoderConfig,
     DecoderLM,
     MeshConfig,
+    PipelineConfig,
     TextData,
     TrainConfig,
     shakespeare,
@@ -51,6 +52,11 @@ def _compare(rank, cases):
     return found
 
 
+def _pipe(mesh, schedule, **options):
+    pipeline = PipelineConfig(schedule=schedule, num_micro_batches=4)
+    return mesh, {"tied": False}, {}, {"pipeline": pipeline, **options}
+
+
 CUT = {"sequence_parallel": True, "loss_parallel": True}
 UNTIED = {"tied": False}
 TWO = {
@@ -65,10 +71,20 @@ TWO = {
     "tp, sequence parallel": (MeshConfig(tp=2), {}, {}, {"sequence_parallel": True}),
     "tp, both": (MeshConfig(tp=2), {}, {}, CUT),
     "tp, both, untied": (MeshConfig(tp=2), UNTIED, {}, CUT),
+    "pp, gpipe": _pipe(MeshConfig(pp=2), "gpipe"),
+    "pp, 1f1b": _pipe(MeshConfig(pp=2), "1f1b"),
+    "pp, interleaved": _pipe(MeshConfig(pp=2), "interleaved"),
+    "pp, zero bubble": _pipe(MeshConfig(pp=2), "zero_bubble"),
+    "pp, zbv": _pipe(MeshConfig(pp=2), "zbv"),
 }
 THREE = {
     "zero3, uneven rows": (MeshConfig(), {}, {"accumulation_steps": 2}, {}),
     "ddp, uneven rows": (MeshConfig(), {}, {}, {"strategy": "ddp"}),
+    "pp, 1f1b": (
+        *_pipe(MeshConfig(pp=3), "1f1b")[:2],
+        {"global_batch_size": 8},
+        {"pipeline": PipelineConfig()},
+    ),
     "tp, both": (MeshConfig(tp=3), {"heads": 3, "kv_heads": 3}, {}, CUT),
 }
 FOUR = {
@@ -76,6 +92,9 @@ FOUR = {
     "dp_shard x tp, both": (MeshConfig(dp_shard=2, tp=2), {}, {"accumulation_steps": 2}, CUT),
     "dp_shard x tp, both, untied": (MeshConfig(dp_shard=2, tp=2), UNTIED, {}, CUT),
     "dp_replicate x tp": (MeshConfig(dp_replicate=2, tp=2), {}, {}, CUT),
+    "pp x dp_shard, 1f1b": _pipe(MeshConfig(pp=2, dp_shard=2), "1f1b"),
+    "pp x dp_shard, zero bubble": _pipe(MeshConfig(pp=2, dp_shard=2), "zero_bubble"),
+    "pp x tp, interleaved": _pipe(MeshConfig(pp=2, tp=2), "interleaved", loss_parallel=True),
     "dp_replicate x dp_shard": (MeshConfig(dp_replicate=2, dp_shard=2), {}, {}, {}),
 }
 

@@ -14,7 +14,8 @@ from nbdist.train.parallelize.checks import (
     check_materialized,
     copy_from_rank_zero,
 )
-from nbdist.train.parallelize.data import check_strategy, spread_data
+from nbdist.train.parallelize.data import check_strategy, sharding_of, spread_data
+from nbdist.train.parallelize.pipeline import Pipeline, PipelineConfig, plan_stages
 from nbdist.train.parallelize.record import Applied, Strategy, applied_to, remember
 from nbdist.train.parallelize.tensor import resolve_plan, spread_tensors
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from nbdist.train.parallelize.pipeline import Stages
     from nbdist.train.parallelize.plans import Plan
 
 __all__ = ["mesh_of", "parallelize"]
@@ -36,6 +38,7 @@ def parallelize(
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
     param_dtype: torch.dtype | None = None,
+    pipeline: PipelineConfig | None = None,
 ) -> nn.Module:
     """Spread a model over a mesh. Collective over: all ranks.
 
@@ -62,6 +65,8 @@ def parallelize(
             cross-entropy without gathering them.
         param_dtype: dtype of forward and backward, such as `torch.bfloat16`; the weights that
             the optimizer changes, and gradient sums, keep theirs.
+        pipeline: for `pp`: schedule, micro-batches and cuts. A rank then keeps its own layers
+            only, and the model cannot be called: `Trainer` runs it.
 
     Raises:
         ValueError: the ranks built different models, a model without memory (meta device), or
@@ -73,29 +78,55 @@ def parallelize(
     check_materialized(model)
     check_strategy(strategy, mesh, param_dtype)
     tp = axis_size(mesh, Axis.TP)
-    if (sequence_parallel or loss_parallel) and tp == 1:
-        raise ValueError(
-            "sequence_parallel and loss_parallel cut what `tp` ranks share, but the mesh has "
-            "tp=1; set MeshConfig(tp=...), or leave them out"
-        )
+    _check_cut(tp, any_cut=sequence_parallel or loss_parallel)
     cut = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
     whole_plan = resolve_plan(model, plan, tp, **cut) if tp > 1 else None
+    stages = _plan_pipeline(model, mesh, pipeline, sequence_parallel=sequence_parallel)
     model.to(mesh.device_type)
     check_equal_on_ranks(model)
     copy_from_rank_zero(model)
     if whole_plan is not None:
         spread_tensors(model, mesh[Axis.TP], whole_plan, **cut)
-    model = spread_data(model, mesh, strategy, param_dtype)
-    remember(
-        model,
-        Applied(
-            mesh=mesh,
-            strategy=strategy,
-            loss_parallel=loss_parallel,
-            tensor_plan={n: str(s) for n, s in whole_plan.items()} if whole_plan else None,
-        ),
+    sharding = None if strategy == "ddp" else sharding_of(mesh, strategy, param_dtype)
+    cut_model = Pipeline(model, mesh, stages, sharding) if stages else None
+    if cut_model is None and (sharding or strategy == "ddp"):
+        model = spread_data(model, mesh, sharding)
+    applied = Applied(
+        mesh=mesh,
+        strategy=strategy,
+        loss_parallel=loss_parallel,
+        tensor_plan={n: str(s) for n, s in whole_plan.items()} if whole_plan else None,
+        pipeline=cut_model,
     )
+    remember(model, applied)
     return model
+
+
+def _check_cut(tp: int, *, any_cut: bool) -> None:
+    if any_cut and tp == 1:
+        raise ValueError(
+            "sequence_parallel and loss_parallel cut what `tp` ranks share, but the mesh has "
+            "tp=1; set MeshConfig(tp=...), or leave them out"
+        )
+
+
+def _plan_pipeline(
+    model: nn.Module, mesh: DeviceMesh, config: PipelineConfig | None, *, sequence_parallel: bool
+) -> Stages | None:
+    pp = axis_size(mesh, Axis.PP)
+    if pp == 1:
+        if config is not None:
+            raise ValueError(
+                "pipeline=PipelineConfig(...) was given, but the mesh has pp=1; set "
+                "MeshConfig(pp=...), or leave pipeline out"
+            )
+        return None
+    if sequence_parallel:
+        raise ValueError(
+            f"sequence_parallel=True was asked for with pp={pp}: a stage would take the length of "
+            "its rows from a part of them; leave one of the two out"
+        )
+    return plan_stages(model, mesh, config or PipelineConfig())
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

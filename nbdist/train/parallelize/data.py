@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import nn
@@ -18,30 +18,41 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["blocks", "check_strategy", "last_micro_batch", "spread_data"]
+__all__ = ["blocks", "check_strategy", "last_micro_batch", "sharding_of", "spread_data"]
 
 _BUCKET_MEGABYTES = 25  # DDP's own default, named so that it can be found
 
 
-def spread_data(
-    model: nn.Module, mesh: DeviceMesh, strategy: Strategy, param_dtype: torch.dtype | None
-) -> nn.Module:
-    """Return the model with its data-parallel axes at work. Collective over: the default group."""
+class Sharding(TypedDict):
+    """Arguments of `fully_shard`."""
+
+    mesh: DeviceMesh
+    reshard_after_forward: bool
+    mp_policy: MixedPrecisionPolicy
+
+
+def sharding_of(
+    mesh: DeviceMesh, strategy: Strategy, param_dtype: torch.dtype | None
+) -> Sharding | None:
+    """Return how FSDP shards; None where one rank holds all. Collective over: the default group."""
     axes = data_parallel_mesh(mesh)
-    if strategy == "ddp":
-        return _ddp(model, axes)
     if axes is None and param_dtype is None and mesh.size() > 1:
-        return model
-    policy = MixedPrecisionPolicy(
-        param_dtype=param_dtype, reduce_dtype=torch.float32 if param_dtype else None
-    )
+        return None
+    return {
+        "mesh": axes or mesh[Axis.DP_SHARD],
+        "reshard_after_forward": strategy == "zero3",
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=param_dtype, reduce_dtype=torch.float32 if param_dtype else None
+        ),
+    }
+
+
+def spread_data(model: nn.Module, mesh: DeviceMesh, sharding: Sharding | None) -> nn.Module:
+    """Return the model with its data-parallel axes at work; without sharding, in DDP."""
+    if sharding is None:
+        return _ddp(model, data_parallel_mesh(mesh))
     for module in (*blocks(model), model):  # inner first: the root takes what is left
-        fully_shard(
-            module,
-            mesh=axes or mesh[Axis.DP_SHARD],
-            reshard_after_forward=strategy == "zero3",
-            mp_policy=policy,
-        )
+        fully_shard(module, **sharding)
     return model
 
 

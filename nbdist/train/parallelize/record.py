@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from nbdist.train.parallelize.pipeline import Pipeline
+
 __all__ = ["Applied", "Strategy", "applied_to", "bare", "remember"]
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
@@ -27,12 +29,14 @@ class Applied:
         strategy: of the data-parallel axes.
         loss_parallel: the model returns logits whose vocabulary is sharded.
         tensor_plan: style of each module that `tp` shards, by name.
+        pipeline: this rank's stages, where the model is cut over `pp`.
     """
 
     mesh: DeviceMesh
     strategy: Strategy
     loss_parallel: bool = False
     tensor_plan: dict[str, str] | None = None
+    pipeline: Pipeline | None = None
 
 
 # not an attribute of the module: copies and state dicts of a model must not carry it
