@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 
 from nbdist.train.mesh import build_mesh
+from nbdist.train.models import auxiliary_loss
 from nbdist.train.parallelize import bare, parallelize
 from nbdist.train.steps import whole
 from nbdist.train.trainer import Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor, nn
 
     from nbdist.train.config import TrainConfig
@@ -57,21 +56,13 @@ class Parity:
     num_steps: int
 
 
-def trace_one_process(
-    model: nn.Module,
-    data: TrainData,
-    config: TrainConfig,
-    *,
-    loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
-) -> Trace:
+def trace_one_process(model: nn.Module, data: TrainData, config: TrainConfig) -> Trace:
     """Train in a plain loop that knows no mesh and no trainer; not collective.
 
     Args:
         model: in float64, changed in place.
         data: whole.
         config: how to train.
-        loss_of: (model, inputs, targets) -> loss of the whole global batch; `config.loss_fn` of
-            the model's output when None.
     """
     rows = data.for_rank(global_batch_size=config.global_batch_size, rank=0, world_size=1)
     named = dict(model.named_parameters())
@@ -87,10 +78,9 @@ def trace_one_process(
     trace = Trace()
     for step in range(config.num_steps):
         inputs, targets = rows.batch(step)
-        loss = (
-            loss_of(model, inputs, targets) if loss_of else config.loss_fn(model(inputs), targets)
-        )
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = config.loss_fn(model(inputs), targets)
+        extra = auxiliary_loss(model)
+        (loss if extra is None else loss + extra).backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(named.values(), config.clip_norm)
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate_at(step)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from nbdist.train.mesh import data_parallel_place
+from nbdist.train.models import auxiliary_loss
 from nbdist.train.parallelize import applied_to, last_micro_batch, loss_context
 
 if TYPE_CHECKING:
@@ -75,13 +76,15 @@ class ForwardBackward:
         for index, (rows, row_targets) in enumerate(parts):
             is_last = index == number - 1
             with last_micro_batch(self._model, is_last=is_last), loss_context(self._model):
-                loss = self._config.loss_fn(self._model(rows), row_targets)
+                loss = whole(self._config.loss_fn(self._model(rows), row_targets))
                 # gradients are averaged over data ranks, whose rows may be dealt unevenly
                 weight = len(rows) * self._num_data_ranks / self._config.global_batch_size
-                part = whole(loss.detach()) * (weight / self._num_data_ranks / self._num_copies)
+                part = loss.detach() * (weight / self._num_data_ranks / self._num_copies)
                 total = total + part
                 if is_last:
                     share(total)
+                extra = auxiliary_loss(self._model)
+                loss = loss if extra is None else loss + extra
                 (loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
 
     def _piped(self, inputs: Tensor, targets: Tensor, share: Callable[[Tensor], None]) -> None:

@@ -23,7 +23,7 @@ def _data():
     return TextData(shakespeare()[:12_000], vocab_size=264, context_length=12, seed=2)
 
 
-def _model(*, heads=4, kv_heads=2, tied=True):
+def _model(*, heads=4, kv_heads=2, tied=True, **experts):
     config = DecoderConfig(
         vocab_size=264,
         num_layers=2,
@@ -33,6 +33,7 @@ def _model(*, heads=4, kv_heads=2, tied=True):
         ffn_multiple=2,  # 48, which 2 and 3 ranks can share
         context_length=12,
         tie_embeddings=tied,
+        **experts,
     )
     return DecoderLM(config, seed=1).double()
 
@@ -52,11 +53,13 @@ def _compare(rank, cases):
     return found
 
 
-def _pipe(mesh, schedule, **options):
+def _pipe(mesh, schedule, model=None, **options):
     pipeline = PipelineConfig(schedule=schedule, num_micro_batches=4)
-    return mesh, {"tied": False}, {}, {"pipeline": pipeline, **options}
+    return mesh, {"tied": False, **(model or {})}, {}, {"pipeline": pipeline, **options}
 
 
+MOE = {"num_experts": 4, "capacity_factor": 1.0}
+AGAIN = {"checkpoint_activations": True}
 CUT = {"sequence_parallel": True, "loss_parallel": True}
 UNTIED = {"tied": False}
 TWO = {
@@ -65,12 +68,22 @@ TWO = {
     "zero1, 2 micro-batches": (MeshConfig(), {}, {"accumulation_steps": 2}, {"strategy": "zero1"}),
     "zero2, 2 micro-batches": (MeshConfig(), {}, {"accumulation_steps": 2}, {"strategy": "zero2"}),
     "zero3, 3 micro-batches": (MeshConfig(), {}, {"accumulation_steps": 3}, {}),
+    "zero3, recomputed": (MeshConfig(), {}, {}, AGAIN),
     "tp": (MeshConfig(tp=2), {}, {}, {}),
     "tp, untied": (MeshConfig(tp=2), UNTIED, {}, {}),
     "tp, loss parallel": (MeshConfig(tp=2), {}, {}, {"loss_parallel": True}),
     "tp, sequence parallel": (MeshConfig(tp=2), {}, {}, {"sequence_parallel": True}),
     "tp, both": (MeshConfig(tp=2), {}, {}, CUT),
     "tp, both, untied": (MeshConfig(tp=2), UNTIED, {}, CUT),
+    "experts, dp_shard": (MeshConfig(), MOE, {}, {}),
+    "ep": (MeshConfig(ep=2), MOE, {}, {}),
+    "ep, recomputed": (MeshConfig(ep=2), MOE, {}, AGAIN),
+    "ep, top 1, 3 micro-batches": (
+        MeshConfig(ep=2),
+        MOE | {"experts_per_token": 1},
+        {"accumulation_steps": 3},
+        {},
+    ),
     "pp, gpipe": _pipe(MeshConfig(pp=2), "gpipe"),
     "pp, 1f1b": _pipe(MeshConfig(pp=2), "1f1b"),
     "pp, interleaved": _pipe(MeshConfig(pp=2), "interleaved"),
@@ -85,16 +98,26 @@ THREE = {
         {"global_batch_size": 8},
         {"pipeline": PipelineConfig()},
     ),
+    "ep, uneven rows": (MeshConfig(ep=3), MOE | {"num_experts": 6}, {}, {}),
     "tp, both": (MeshConfig(tp=3), {"heads": 3, "kv_heads": 3}, {}, CUT),
 }
 FOUR = {
     "dp_shard x tp": (MeshConfig(dp_shard=2, tp=2), {}, {}, {}),
-    "dp_shard x tp, both": (MeshConfig(dp_shard=2, tp=2), {}, {"accumulation_steps": 2}, CUT),
+    "dp_shard x tp, both": (
+        MeshConfig(dp_shard=2, tp=2),
+        {},
+        {"accumulation_steps": 2},
+        CUT | AGAIN,
+    ),
     "dp_shard x tp, both, untied": (MeshConfig(dp_shard=2, tp=2), UNTIED, {}, CUT),
     "dp_replicate x tp": (MeshConfig(dp_replicate=2, tp=2), {}, {}, CUT),
     "pp x dp_shard, 1f1b": _pipe(MeshConfig(pp=2, dp_shard=2), "1f1b"),
     "pp x dp_shard, zero bubble": _pipe(MeshConfig(pp=2, dp_shard=2), "zero_bubble"),
     "pp x tp, interleaved": _pipe(MeshConfig(pp=2, tp=2), "interleaved", loss_parallel=True),
+    "ep x dp_shard": (MeshConfig(ep=2, dp_shard=2), MOE, {}, {}),
+    "ep x dp_replicate": (MeshConfig(ep=2, dp_replicate=2), MOE, {}, {}),
+    "ep x tp": (MeshConfig(ep=2, tp=2), MOE, {}, {"loss_parallel": True}),
+    "ep x pp": _pipe(MeshConfig(ep=2, pp=2), "1f1b", MOE | {"balance_weight": 0.0}),
     "dp_replicate x dp_shard": (MeshConfig(dp_replicate=2, dp_shard=2), {}, {}, {}),
 }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, TypedDict
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -14,7 +15,8 @@ from nbdist.train.parallelize.checks import (
     check_materialized,
     copy_from_rank_zero,
 )
-from nbdist.train.parallelize.data import check_strategy, sharding_of, spread_data
+from nbdist.train.parallelize.data import check_strategy, recompute_blocks, sharding_of, spread_data
+from nbdist.train.parallelize.expert import check_experts, spread_experts
 from nbdist.train.parallelize.pipeline import Pipeline, PipelineConfig, plan_stages
 from nbdist.train.parallelize.record import Applied, Strategy, applied_to, remember
 from nbdist.train.parallelize.tensor import resolve_plan, spread_tensors
@@ -38,6 +40,7 @@ def parallelize(
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
     param_dtype: torch.dtype | None = None,
+    checkpoint_activations: bool = False,
     pipeline: PipelineConfig | None = None,
 ) -> nn.Module:
     """Spread a model over a mesh. Collective over: all ranks.
@@ -65,6 +68,8 @@ def parallelize(
             cross-entropy without gathering them.
         param_dtype: dtype of forward and backward, such as `torch.bfloat16`; the weights that
             the optimizer changes, and gradient sums, keep theirs.
+        checkpoint_activations: keep only the inputs of blocks for backward and compute the rest
+            again: less memory, about a third more time.
         pipeline: for `pp`: schedule, micro-batches and cuts. A rank then keeps its own layers
             only, and the model cannot be called: `Trainer` runs it.
 
@@ -77,29 +82,37 @@ def parallelize(
     _check_mesh(mesh)
     check_materialized(model)
     check_strategy(strategy, mesh, param_dtype)
+    check_experts(model, mesh)
     tp = axis_size(mesh, Axis.TP)
+    cut: _Cut = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
     _check_cut(tp, any_cut=sequence_parallel or loss_parallel)
-    cut = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
     whole_plan = resolve_plan(model, plan, tp, **cut) if tp > 1 else None
-    stages = _plan_pipeline(model, mesh, pipeline, sequence_parallel=sequence_parallel)
     model.to(mesh.device_type)
+    stages = _plan_pipeline(model, mesh, pipeline, sequence_parallel=sequence_parallel)
     check_equal_on_ranks(model)
     copy_from_rank_zero(model)
+    # one long line a rank for every weight that two axes cut, on what torch may do faster one day
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if whole_plan is not None:
         spread_tensors(model, mesh[Axis.TP], whole_plan, **cut)
+    if checkpoint_activations:
+        recompute_blocks(model)
     sharding = None if strategy == "ddp" else sharding_of(mesh, strategy, param_dtype)
-    cut_model = Pipeline(model, mesh, stages, sharding) if stages else None
-    if cut_model is None and (sharding or strategy == "ddp"):
+    spread_experts(model, mesh, sharding)
+    piped = Pipeline(model, mesh, stages, sharding) if stages else None
+    if piped is None and (sharding or strategy == "ddp"):
         model = spread_data(model, mesh, sharding)
-    applied = Applied(
-        mesh=mesh,
-        strategy=strategy,
-        loss_parallel=loss_parallel,
-        tensor_plan={n: str(s) for n, s in whole_plan.items()} if whole_plan else None,
-        pipeline=cut_model,
-    )
-    remember(model, applied)
+    remember(model, Applied(mesh, strategy, loss_parallel, _texts(whole_plan), piped))
     return model
+
+
+class _Cut(TypedDict):
+    sequence_parallel: bool
+    loss_parallel: bool
+
+
+def _texts(plan: Plan | None) -> dict[str, str] | None:
+    return None if plan is None else {name: str(style) for name, style in plan.items()}
 
 
 def _check_cut(tp: int, *, any_cut: bool) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from nbdist.train.mesh import Axis, axis_size, data_parallel_mesh
 from nbdist.train.parallelize.record import Strategy, applied_to
@@ -18,7 +20,14 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["blocks", "check_strategy", "last_micro_batch", "sharding_of", "spread_data"]
+__all__ = [
+    "blocks",
+    "check_strategy",
+    "last_micro_batch",
+    "recompute_blocks",
+    "sharding_of",
+    "spread_data",
+]
 
 _BUCKET_MEGABYTES = 25  # DDP's own default, named so that it can be found
 
@@ -29,6 +38,7 @@ class Sharding(TypedDict):
     mesh: DeviceMesh
     reshard_after_forward: bool
     mp_policy: MixedPrecisionPolicy
+    ignored_params: set[nn.Parameter]
 
 
 def sharding_of(
@@ -44,6 +54,7 @@ def sharding_of(
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=param_dtype, reduce_dtype=torch.float32 if param_dtype else None
         ),
+        "ignored_params": set(),
     }
 
 
@@ -54,6 +65,13 @@ def spread_data(model: nn.Module, mesh: DeviceMesh, sharding: Sharding | None) -
     for module in (*blocks(model), model):  # inner first: the root takes what is left
         fully_shard(module, **sharding)
     return model
+
+
+def recompute_blocks(model: nn.Module) -> None:
+    """Let every block keep its inputs only, and compute the rest again in backward; in place."""
+    for block in blocks(model):
+        # an attribute of the block: a wrapper module would change the names of its weights
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def _ddp(model: nn.Module, axes: DeviceMesh | None) -> nn.Module:

@@ -20,7 +20,7 @@ Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
 """What data-parallel ranks keep whole between steps; see `parallelize`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Applied:
     """How a model lies on the ranks.
 

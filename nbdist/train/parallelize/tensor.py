@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from nbdist.train.models import DecoderLM
+from nbdist.train.models import DecoderLM, MixtureOfExperts
 from nbdist.train.parallelize.plans import expand, infer_plan
 
 if TYPE_CHECKING:
@@ -58,6 +57,11 @@ def resolve_plan(
             f"{'an inferred' if inferred else 'a given'} plan: where its rows are cut is known for "
             'DecoderLM only; pass plan=... with "sequence" for its norms and torch\'s own styles '
             "for the layers between"
+        )
+    if sequence_parallel and any(isinstance(m, MixtureOfExperts) for m in model.modules()):
+        raise ValueError(
+            "sequence_parallel=True was asked for a model with experts, whose routing needs whole "
+            "rows; leave sequence_parallel out"
         )
     if loss_parallel and "embedding" not in whole.values() and "vocabulary" not in whole.values():
         raise ValueError(
@@ -99,8 +103,6 @@ def spread_tensors(
         sequence_parallel: keep rows cut by token between the pairs of layers (arXiv 2205.05198).
         loss_parallel: leave the logits cut over the vocabulary.
     """
-    # one long line a rank for every weight that two axes cut, on what torch may do faster one day
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     tied = _tied(model)
     styles = {
         name: _style(style, loss_parallel=loss_parallel) if isinstance(style, str) else style
