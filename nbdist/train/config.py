@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import functional
 
+from nbdist.train.precision import AUTOCAST
+
 if TYPE_CHECKING:
     from nbdist.train.checkpoint import CheckpointConfig
 
@@ -46,6 +48,10 @@ class TrainConfig:
         weight_decay: AdamW's (arXiv 1711.05101), on weights with two or more dimensions.
         betas: AdamW's.
         clip_norm: most norm of the whole gradient; infinity leaves it as it is.
+        autocast_dtype: "bfloat16" or "float16" for matrix products; the weights keep their dtype.
+            float16 gradients are scaled, and steps with an infinite one are left out.
+        detect_anomaly: look for NaN and infinity in every layer, and name the layer and rank.
+        deterministic: only operators that give the same result every time.
         seed: of the random generators; each rank draws its own numbers.
         eval_every: steps between passes over the validation split; None never evaluates.
         checkpoint: where and how often to save; None never saves.
@@ -61,6 +67,9 @@ class TrainConfig:
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     clip_norm: float = 1.0
+    autocast_dtype: str | None = None
+    detect_anomaly: bool = False
+    deterministic: bool = False
     seed: int = 0
     eval_every: int | None = None
     checkpoint: CheckpointConfig | None = None
@@ -74,6 +83,11 @@ class TrainConfig:
         for name in ("warmup_steps", "weight_decay", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is below 0; set {name} >= 0")
+        if self.autocast_dtype not in (None, *AUTOCAST):
+            raise ValueError(
+                f"autocast_dtype={self.autocast_dtype!r} is none of {', '.join(AUTOCAST)}; set one "
+                "of them by name, or None"
+            )
         if self.eval_every is not None and self.eval_every < 1:
             raise ValueError(
                 f"eval_every={self.eval_every} is below 1; set eval_every=None never to evaluate"

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from nbdist.train.parallelize import applied_to, loss_context
-from nbdist.train.steps import whole
+from nbdist.train.parallelize import applied_to, loss_context, whole
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,14 +36,22 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def clip_gradients(
-    parameters: list[nn.Parameter], clip_norm: float, pipeline: dist.ProcessGroup | None = None
+    parameters: list[nn.Parameter],
+    clip_norm: float,
+    *,
+    scale: float = 1.0,
+    pipeline: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Scale gradients to a norm of at most `clip_norm`; return the norm they had, a scalar.
 
-    Collective over: the meshes of the parameters, and the ranks of their pipeline. The norm is of
-    the whole gradient, over all shards; weights that lie on the ranks in different ways are added
-    up one way at a time.
+    They are divided by `scale` first. Collective over: the meshes of the parameters, and the ranks
+    of their pipeline. The norm is of the whole gradient, over all shards; weights that lie on the
+    ranks in different ways are added up one way at a time.
     """
+    if scale != 1:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 / scale)
     norm = gradient_norm(parameters)
     if pipeline is not None:
         squared = norm.square()

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from nbdist.train.mesh import build_mesh
 from nbdist.train.models import auxiliary_loss
-from nbdist.train.parallelize import bare, parallelize
-from nbdist.train.steps import whole
+from nbdist.train.parallelize import bare, parallelize, whole
 from nbdist.train.trainer import Trainer
 
 if TYPE_CHECKING:

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from nbdist.train.mesh import data_parallel_place
 from nbdist.train.models import auxiliary_loss
-from nbdist.train.parallelize import applied_to, last_micro_batch, loss_context
+from nbdist.train.optim import clip_gradients
+from nbdist.train.parallelize import applied_to, last_micro_batch, loss_context, whole
+from nbdist.train.precision import LossScale, autocast
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from nbdist.train.config import TrainConfig
 
-__all__ = ["ForwardBackward", "whole"]
+__all__ = ["ForwardBackward"]
 
 
 class ForwardBackward:
@@ -31,6 +32,9 @@ class ForwardBackward:
         mesh: the whole mesh.
         config: how to train.
 
+    Attributes:
+        scale: what the gradients are multiplied with.
+
     Raises:
         ValueError: a micro-batch would have no row on some rank.
     """
@@ -38,6 +42,7 @@ class ForwardBackward:
     def __init__(self, model: nn.Module, mesh: DeviceMesh, config: TrainConfig) -> None:
         self._model = model
         self._config = config
+        self.scale = LossScale(enabled=config.autocast_dtype == "float16")
         applied = applied_to(model)
         self._pipeline = applied.pipeline if applied else None
         if self._pipeline is not None and config.accumulation_steps > 1:
@@ -76,7 +81,8 @@ class ForwardBackward:
         for index, (rows, row_targets) in enumerate(parts):
             is_last = index == number - 1
             with last_micro_batch(self._model, is_last=is_last), loss_context(self._model):
-                loss = whole(self._config.loss_fn(self._model(rows), row_targets))
+                with autocast(self._config.autocast_dtype, inputs.device):
+                    loss = whole(self._config.loss_fn(self._model(rows), row_targets))
                 # gradients are averaged over data ranks, whose rows may be dealt unevenly
                 weight = len(rows) * self._num_data_ranks / self._config.global_batch_size
                 part = loss.detach() * (weight / self._num_data_ranks / self._num_copies)
@@ -85,19 +91,25 @@ class ForwardBackward:
                     share(total)
                 extra = auxiliary_loss(self._model)
                 loss = loss if extra is None else loss + extra
-                (loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
+                factor = weight * self.scale.value
+                (loss if factor == 1 else loss * factor).backward()  # type: ignore[no-untyped-call]
+
+    def clip(self, parameters: list[nn.Parameter]) -> tuple[Tensor, bool]:
+        """Clip the gradients; return the norm they had, and whether to take the step."""
+        pipeline = self._pipeline.group if self._pipeline else None
+        norm = clip_gradients(
+            parameters, self._config.clip_norm, scale=self.scale.value, pipeline=pipeline
+        )
+        return norm, self.scale.accept(norm)
 
     def _piped(self, inputs: Tensor, targets: Tensor, share: Callable[[Tensor], None]) -> None:
         assert self._pipeline is not None, "checked by the caller"
         weight = len(inputs) * self._num_data_ranks / self._config.global_batch_size
-        with loss_context(self._model):
-            loss = self._pipeline.step(inputs, targets, self._config.loss_fn, weight)
+        scale = self.scale.value
+        dtype = self._config.autocast_dtype
+        with loss_context(self._model), autocast(dtype, inputs.device):
+            loss = self._pipeline.step(inputs, targets, self._config.loss_fn, weight * scale)
         pp = len(dist.get_process_group_ranks(self._pipeline.group))
         # of the ranks with these rows, one in pp has a loss: it stands for the others
         # float64: all ranks must send one dtype, and only the last stage knows that of its loss
-        share(whole(loss).double() * (pp / self._num_data_ranks / self._num_copies))
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor without its shards: equal on all ranks of its mesh."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        share(whole(loss).double() * (pp / scale / self._num_data_ranks / self._num_copies))

@@ -12,11 +12,13 @@ import torch.distributed as dist
 
 from nbdist.errors import CheckpointError, NoWorldError
 from nbdist.train import checkpoint
+from nbdist.train.anomaly import AnomalyWatch
 from nbdist.train.interrupt import StopRequest
 from nbdist.train.mesh import data_parallel_place, degrees_of
 from nbdist.train.metrics import ProgressLine, StepRecord, TrainHistory
-from nbdist.train.optim import build_optimizer, clip_gradients, validation_loss
-from nbdist.train.parallelize import applied_to, bare, mesh_of, parallelize
+from nbdist.train.optim import build_optimizer, validation_loss
+from nbdist.train.parallelize import bare, mesh_of, parallelize
+from nbdist.train.precision import deterministic
 from nbdist.train.rng import restore_rng, seed_rng
 from nbdist.train.steps import ForwardBackward
 
@@ -75,13 +77,12 @@ class Trainer:
             world_size=self._world_size,
         )
         self._device = torch.device(self.mesh.device_type)
-        pipeline = applied.pipeline if (applied := applied_to(self.model)) else None
-        self._pipeline_group = pipeline.group if pipeline else None
         self._forward_backward = ForwardBackward(self.model, self.mesh, config)
         self._parameters = list(self.model.parameters())
         self._group = dist.group.WORLD
         self._updating = False  # True only while weights and `step` do not belong together
         self._stop_agreed = False
+        self._watch = AnomalyWatch(self.model, enabled=config.detect_anomaly)
 
     def fit(self, *, resume: bool | Literal["auto"] = False) -> TrainHistory:
         """Train until `num_steps` steps are done, and return the history.
@@ -97,12 +98,15 @@ class Trainer:
             CheckpointError: nothing to resume from, another run's checkpoints are in the way, or
                 the ranks' weights do not belong together.
             NoWorldError: the process group of the model is gone.
+            NonFiniteError: with `detect_anomaly`, a layer returned NaN or infinity.
             KeyboardInterrupt: Ctrl-C; the trainer stays usable.
         """
         self._begin(resume)
         shown = dist.get_rank() == 0
         total = self.config.num_steps
-        with StopRequest() as stop, ProgressLine(done=self.step, total=total, shown=shown) as line:
+        line = ProgressLine(done=self.step, total=total, shown=shown)
+        exact = deterministic(enabled=self.config.deterministic)
+        with StopRequest() as stop, line, self._watch, exact:
             while self.step < total:
                 record = self._evaluate_if_due(self._train_step(stop))
                 self.history.records.append(record)
@@ -128,8 +132,9 @@ class Trainer:
             inputs, targets, lambda loss: sharing.append(self._share(loss, stop))
         )
         shared, sent = sharing[0]
-        norm = clip_gradients(self._parameters, self.config.clip_norm, self._pipeline_group)
-        rate = self._update()
+        self._watch.raise_together(self.step + 1)
+        norm, accepted = self._forward_backward.clip(self._parameters)
+        rate = self._update(accepted=accepted)
         if sent is not None:
             sent.wait()
         # the only wait for the device in a step
@@ -151,12 +156,13 @@ class Trainer:
         shared = torch.stack((loss, torch.full_like(loss, float(stop.asked))))
         return shared, dist.all_reduce(shared, async_op=True)
 
-    def _update(self) -> float:
+    def _update(self, *, accepted: bool) -> float:
         rate = self.config.learning_rate_at(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self._updating = True
-        self.optimizer.step()
+        if accepted:
+            self.optimizer.step()
         self.step += 1
         self._updating = False
         self.optimizer.zero_grad()

@@ -21,7 +21,7 @@ from nbdist.train import (
     parallelize,
     shakespeare,
 )
-from nbdist.train.steps import whole
+from nbdist.train.parallelize import whole
 
 # float64, one step: only the order of sums differs
 TOLERANCE = 1e-12

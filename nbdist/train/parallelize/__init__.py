@@ -2,7 +2,7 @@
 
 from nbdist.train.parallelize.api import mesh_of, parallelize
 from nbdist.train.parallelize.data import last_micro_batch
-from nbdist.train.parallelize.loss import loss_context
+from nbdist.train.parallelize.loss import loss_context, whole
 from nbdist.train.parallelize.pipeline import PipelineConfig
 from nbdist.train.parallelize.record import Applied, applied_to, bare
 from nbdist.train.parallelize.schedule import schedule_grid
@@ -17,4 +17,5 @@ __all__ = [
     "mesh_of",
     "parallelize",
     "schedule_grid",
+    "whole",
 ]
