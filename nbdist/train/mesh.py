@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nbdist.errors import NoWorldError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 __all__ = [
     "Axis",
@@ -71,6 +75,31 @@ class MeshConfig:
         if list(given.values()).count(-1) > 1:
             raise ValueError(f"mesh degrees {given} have more than one -1; set all but one")
 
+    @classmethod
+    def auto(cls, model: nn.Module, sample: Tensor | None = None) -> MeshConfig:
+        """Return the mesh that talks least among those that fit; it shows why. Not collective.
+
+        Memory: what is free on this rank's GPU, or this host's divided by its ranks; a tenth is
+        left alone. Equal on all ranks only if they have equal memory: choose on one and push it.
+
+        Args:
+            model: whole.
+            sample: inputs of one rank's micro-batch, to count activations.
+
+        Raises:
+            NoWorldError: this process has no default process group.
+            ValueError: none fits; the text lists those looked at.
+        """
+        from nbdist.train.plan import choose_mesh, free_bytes
+
+        _require_group("MeshConfig.auto")
+        return choose_mesh(
+            model,
+            world_size=dist.get_world_size(),
+            device_bytes=int(0.9 * free_bytes()),
+            sample=sample,
+        )
+
     def degrees(self, world_size: int) -> dict[str, int]:
         """Return the number of ranks of each axis, in mesh order.
 
@@ -104,16 +133,20 @@ def build_mesh(config: MeshConfig | None = None) -> DeviceMesh:
         NoWorldError: this process has no default process group.
         ValueError: the degrees do not multiply to the world size.
     """
-    if not dist.is_initialized():
-        raise NoWorldError(
-            "`build_mesh` was called without a default process group; call it inside a "
-            "%%distributed cell, or call torch.distributed.init_process_group first"
-        )
+    _require_group("build_mesh")
     degrees = (config or MeshConfig()).degrees(dist.get_world_size())
     on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
     return init_device_mesh(
         "cuda" if on_gpu else "cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees)
     )
+
+
+def _require_group(name: str) -> None:
+    if not dist.is_initialized():
+        raise NoWorldError(
+            f"`{name}` was called without a default process group; call it inside a "
+            "%%distributed cell, or call torch.distributed.init_process_group first"
+        )
 
 
 def axis_size(mesh: DeviceMesh, axis: str) -> int:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from nbdist.train.parallelize import applied_to, loss_context, whole
+from nbdist.train.parallelize import applied_to, loss_context, own_tokens, whole
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -117,7 +117,7 @@ def _loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: LossFn)
     pipeline = applied.pipeline if applied else None
     with loss_context(model):
         if pipeline is None:
-            return whole(loss_fn(model(inputs), targets))
+            return whole(loss_fn(model(inputs), own_tokens(model, targets)))
         output = pipeline.forward(inputs)
         loss = whole(loss_fn(output, targets)) if output is not None else None
     ranks = dist.get_process_group_ranks(pipeline.group)

@@ -10,7 +10,13 @@ import torch.distributed as dist
 from nbdist.train.mesh import data_parallel_place
 from nbdist.train.models import auxiliary_loss
 from nbdist.train.optim import clip_gradients
-from nbdist.train.parallelize import applied_to, last_micro_batch, loss_context, whole
+from nbdist.train.parallelize import (
+    applied_to,
+    last_micro_batch,
+    loss_context,
+    own_tokens,
+    whole,
+)
 from nbdist.train.precision import LossScale, autocast
 
 if TYPE_CHECKING:
@@ -76,6 +82,7 @@ class ForwardBackward:
             self._piped(inputs, targets, share)
             return
         number = self._config.accumulation_steps
+        targets = own_tokens(self._model, targets)
         parts = zip(inputs.tensor_split(number), targets.tensor_split(number), strict=True)
         total = torch.zeros((), device=inputs.device)
         for index, (rows, row_targets) in enumerate(parts):

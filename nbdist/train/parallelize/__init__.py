@@ -1,6 +1,7 @@
 """Ways to spread a model over a mesh, one file each (ranks)."""
 
 from nbdist.train.parallelize.api import mesh_of, parallelize
+from nbdist.train.parallelize.context import own_tokens
 from nbdist.train.parallelize.data import last_micro_batch
 from nbdist.train.parallelize.loss import loss_context, whole
 from nbdist.train.parallelize.pipeline import PipelineConfig
@@ -15,6 +16,7 @@ __all__ = [
     "last_micro_batch",
     "loss_context",
     "mesh_of",
+    "own_tokens",
     "parallelize",
     "schedule_grid",
     "whole",

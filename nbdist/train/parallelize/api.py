@@ -10,11 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.train.mesh import Axis, axis_size, build_mesh
-from nbdist.train.parallelize.checks import (
-    check_equal_on_ranks,
-    check_materialized,
-    copy_from_rank_zero,
-)
+from nbdist.train.parallelize.checks import agree, check_materialized
+from nbdist.train.parallelize.context import check_context, spread_context
 from nbdist.train.parallelize.data import check_strategy, recompute_blocks, sharding_of, spread_data
 from nbdist.train.parallelize.expert import check_experts, spread_experts
 from nbdist.train.parallelize.pipeline import Pipeline, PipelineConfig, plan_stages
@@ -83,18 +80,18 @@ def parallelize(
     check_materialized(model)
     check_strategy(strategy, mesh, param_dtype)
     check_experts(model, mesh)
+    check_context(model, mesh)
     tp = axis_size(mesh, Axis.TP)
     cut: _Cut = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
     _check_cut(tp, any_cut=sequence_parallel or loss_parallel)
     whole_plan = resolve_plan(model, plan, tp, **cut) if tp > 1 else None
     model.to(mesh.device_type)
     stages = _plan_pipeline(model, mesh, pipeline, sequence_parallel=sequence_parallel)
-    check_equal_on_ranks(model)
-    copy_from_rank_zero(model)
-    # one long line a rank for every weight that two axes cut, on what torch may do faster one day
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    agree(model)
+    _quiet_redistribution()
     if whole_plan is not None:
         spread_tensors(model, mesh[Axis.TP], whole_plan, **cut)
+    spread_context(model, mesh)
     if checkpoint_activations:
         recompute_blocks(model)
     sharding = None if strategy == "ddp" else sharding_of(mesh, strategy, param_dtype)
@@ -104,6 +101,11 @@ def parallelize(
         model = spread_data(model, mesh, sharding)
     remember(model, Applied(mesh, strategy, loss_parallel, _texts(whole_plan), piped))
     return model
+
+
+def _quiet_redistribution() -> None:
+    # one long line a rank for every weight that two axes cut, on what torch may do faster one day
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 class _Cut(TypedDict):

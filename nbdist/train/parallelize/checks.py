@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["check_equal_on_ranks", "check_materialized", "copy_from_rank_zero"]
+__all__ = ["agree", "check_materialized"]
 
 
 def check_materialized(model: nn.Module) -> None:
@@ -19,8 +19,16 @@ def check_materialized(model: nn.Module) -> None:
         )
 
 
-def check_equal_on_ranks(model: nn.Module) -> None:
-    """Refuse different models. Collective over: the default group."""
+def agree(model: nn.Module) -> None:
+    """Refuse different models, then give all ranks rank 0's weights and buffers.
+
+    Collective over: the default group.
+    """
+    _check_equal_on_ranks(model)
+    _copy_from_rank_zero(model)
+
+
+def _check_equal_on_ranks(model: nn.Module) -> None:
     mine = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict().items()]
     everyone: list[list[tuple[str, tuple[int, ...], str]]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -35,8 +43,7 @@ def check_equal_on_ranks(model: nn.Module) -> None:
         )
 
 
-def copy_from_rank_zero(model: nn.Module) -> None:
-    """Give all ranks rank 0's weights and buffers. Collective over: the default group."""
+def _copy_from_rank_zero(model: nn.Module) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     pending = [dist.broadcast(tensor.detach(), 0, async_op=True) for tensor in tensors]
     for work in pending:
