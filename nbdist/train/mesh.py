@@ -9,36 +9,64 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nbdist.errors import NoWorldError
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    from torch import Tensor, nn
 
-__all__ = ["Axis", "MeshConfig", "build_mesh", "data_parallel_mesh", "data_parallel_place"]
+__all__ = [
+    "Axis",
+    "MeshConfig",
+    "axis_rank",
+    "axis_size",
+    "build_mesh",
+    "data_parallel_mesh",
+    "data_parallel_place",
+    "degrees_of",
+]
 
 
 class Axis(StrEnum):
     """Names of the mesh axes, slowest link first: neighbours on the last axis talk most."""
 
+    PP = "pp"
+    """Ranks that hold layers one after another (pipeline)."""
     DP_REPLICATE = "dp_replicate"
     """Ranks with the same shard; gradients are averaged over it."""
     DP_SHARD = "dp_shard"
     """Ranks that together hold one replica (FSDP)."""
+    CP = "cp"
+    """Ranks that hold parts of the same rows' tokens (context parallel)."""
+    EP = "ep"
+    """Ranks that hold different experts; each sees rows of its own, as on `dp_shard`."""
+    TP = "tp"
+    """Ranks that hold parts of the same layers (tensor parallel)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshConfig:
     """Number of ranks on each axis. One axis may be -1: it takes what the others leave.
 
+    The degrees multiply to the number of ranks. Rows of a batch are dealt over `dp_replicate`,
+    `dp_shard` and `ep`; ranks that differ on `cp`, `tp` or `pp` only see the same rows.
+
     Attributes:
         dp_replicate: replicas of the model.
         dp_shard: ranks that share one replica.
+        tp: ranks that share each large layer.
+        pp: groups of layers, one after another.
+        cp: ranks that share the tokens of a row.
+        ep: ranks that share the experts of a mixture-of-experts layer.
     """
 
     dp_replicate: int = 1
     dp_shard: int = -1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
         given = {str(axis): getattr(self, axis) for axis in Axis}
@@ -46,6 +74,31 @@ class MeshConfig:
             raise ValueError(f"mesh degrees {given} are not all >= 1; set -1 for the rest")
         if list(given.values()).count(-1) > 1:
             raise ValueError(f"mesh degrees {given} have more than one -1; set all but one")
+
+    @classmethod
+    def auto(cls, model: nn.Module, sample: Tensor | None = None) -> MeshConfig:
+        """Return the mesh that talks least among those that fit; it shows why. Not collective.
+
+        Memory: what is free on this rank's GPU, or this host's divided by its ranks; a tenth is
+        left alone. Equal on all ranks only if they have equal memory: choose on one and push it.
+
+        Args:
+            model: whole.
+            sample: inputs of one rank's micro-batch, to count activations.
+
+        Raises:
+            NoWorldError: this process has no default process group.
+            ValueError: none fits; the text lists those looked at.
+        """
+        from nbdist.train.plan import choose_mesh, free_bytes
+
+        _require_group("MeshConfig.auto")
+        return choose_mesh(
+            model,
+            world_size=dist.get_world_size(),
+            device_bytes=int(0.9 * free_bytes()),
+            sample=sample,
+        )
 
     def degrees(self, world_size: int) -> dict[str, int]:
         """Return the number of ranks of each axis, in mesh order.
@@ -80,11 +133,7 @@ def build_mesh(config: MeshConfig | None = None) -> DeviceMesh:
         NoWorldError: this process has no default process group.
         ValueError: the degrees do not multiply to the world size.
     """
-    if not dist.is_initialized():
-        raise NoWorldError(
-            "`build_mesh` was called without a default process group; call it inside a "
-            "%%distributed cell, or call torch.distributed.init_process_group first"
-        )
+    _require_group("build_mesh")
     degrees = (config or MeshConfig()).degrees(dist.get_world_size())
     on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
     return init_device_mesh(
@@ -92,18 +141,65 @@ def build_mesh(config: MeshConfig | None = None) -> DeviceMesh:
     )
 
 
-def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of a mesh that FSDP needs: without `dp_replicate` where that is 1.
+def _require_group(name: str) -> None:
+    if not dist.is_initialized():
+        raise NoWorldError(
+            f"`{name}` was called without a default process group; call it inside a "
+            "%%distributed cell, or call torch.distributed.init_process_group first"
+        )
 
-    An axis of size 1 would cost a collective a step.
+
+def axis_size(mesh: DeviceMesh, axis: str) -> int:
+    """Return the number of ranks on an axis; 1 when the mesh has no such axis."""
+    return mesh[axis].size() if axis in (mesh.mesh_dim_names or ()) else 1
+
+
+def axis_rank(mesh: DeviceMesh, axis: str) -> int:
+    """Return this rank's place on an axis; 0 when the mesh has no such axis."""
+    return mesh.get_local_rank(axis) if axis in (mesh.mesh_dim_names or ()) else 0
+
+
+def degrees_of(mesh: DeviceMesh) -> dict[str, int]:
+    """Return the number of ranks of each axis that has more than one."""
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+    return {axis: size for axis, size in sizes if size > 1}
+
+
+def data_parallel_mesh(mesh: DeviceMesh, *, expert: bool = False) -> DeviceMesh | None:
+    """Return the part of a mesh over which weights are sharded and gradients averaged.
+
+    Its last axis shards; an axis before it replicates. Axes of size 1 are left out: each would
+    cost a collective a step. None when one rank is left. Collective over: the default group.
+
+    Args:
+        mesh: from `build_mesh`.
+        expert: for the weights of experts, which differ along `ep`.
     """
-    if mesh[Axis.DP_REPLICATE].size() == 1:
-        return mesh[Axis.DP_SHARD]
-    return mesh[Axis.DP_REPLICATE, Axis.DP_SHARD]
+    shards = tuple(
+        str(axis)
+        for axis in (Axis.DP_SHARD, Axis.CP, Axis.EP)
+        if axis_size(mesh, axis) > 1 and not (expert and axis is Axis.EP)
+    )
+    replicated = axis_size(mesh, Axis.DP_REPLICATE) > 1
+    if not shards and not replicated:
+        return None
+    if len(shards) > 1:
+        shard = _flattened(mesh, shards)
+    else:
+        shard = mesh[shards[0] if shards else Axis.DP_SHARD]
+    if not replicated:
+        return shard
+    return DeviceMesh._concatenate([mesh[Axis.DP_REPLICATE], shard])
+
+
+def _flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    return mesh[axes]._flatten("_".join(axes))
 
 
 def data_parallel_place(mesh: DeviceMesh) -> tuple[int, int]:
     """Return this rank's place among the ranks that see different rows, and their number."""
-    replica, num_replicas = mesh.get_local_rank(Axis.DP_REPLICATE), mesh[Axis.DP_REPLICATE].size()
-    shard, num_shards = mesh.get_local_rank(Axis.DP_SHARD), mesh[Axis.DP_SHARD].size()
-    return replica * num_shards + shard, num_replicas * num_shards
+    place, number = 0, 1
+    for axis in (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.EP):
+        size = axis_size(mesh, axis)
+        place, number = place * size + axis_rank(mesh, axis), number * size
+    return place, number
