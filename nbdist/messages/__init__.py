@@ -34,6 +34,7 @@ from nbdist.messages.serving import (
     Sampling,
     ServeQuery,
     TokenEvent,
+    TokenLogprob,
 )
 from nbdist.messages.wire import Message, from_wire, to_wire, topic_of
 
@@ -71,4 +72,5 @@ __all__ = [
     "GenerateRequest",
     "CancelRequest",
     "TokenEvent",
+    "TokenLogprob",
 ]

@@ -8,6 +8,7 @@ from nbdist.messages.wire import Message, message
 
 __all__ = [
     "Sampling",
+    "TokenLogprob",
     "ServeQuery",
     "ModelServed",
     "GenerateRequest",
@@ -27,6 +28,12 @@ class Sampling:
         top_p: keep the smallest set of tokens whose probability reaches this; 1.0 keeps all.
         seed: of the request's own random generator; None draws one.
         stop: texts that end the generation; they are not part of the answer.
+        repetition_penalty: above 1, logits of tokens in prompt or answer are divided by it when
+            positive and multiplied when negative (arXiv 1909.05858); 1.0 is off.
+        presence_penalty: taken from the logit of every token that the answer holds already.
+        frequency_penalty: taken from it once more for each time that the answer holds it.
+        logprobs: report the log-probability of each token and of so many likeliest ones, before
+            temperature and penalties; None is off, 0 the chosen token only.
     """
 
     max_new_tokens: int = 64
@@ -35,6 +42,31 @@ class Sampling:
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """How likely the model found a token.
+
+    Attributes:
+        token_id: the chosen token.
+        text: what it decodes to alone; incomplete characters are replaced.
+        logprob: its natural log-probability.
+        top_ids: the likeliest tokens at this place, best first.
+        top_texts: what they decode to.
+        top_logprobs: theirs.
+    """
+
+    token_id: int
+    logprob: float
+    text: str = ""
+    top_ids: tuple[int, ...] = ()
+    top_texts: tuple[str, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 @message("serve_query")
@@ -54,6 +86,7 @@ class ModelServed(Message):
     max_batch: int
     context_length: int
     query_id: str = ""
+    engine: str = "native"
 
 
 @message("generate")
@@ -85,6 +118,7 @@ class TokenEvent(Message):
         detail: for `error`, what was wrong with the request and what to do; for `length`, when
             the model's context was full before `max_new_tokens` were made.
         batch_size: rows that ran in the same step.
+        logprobs: of the new tokens, when they were asked for.
     """
 
     request_id: str
@@ -95,3 +129,4 @@ class TokenEvent(Message):
     detail: str = ""
     batch_size: int = 1
     num_prompt_tokens: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import TYPE_CHECKING, Protocol
 
@@ -81,16 +82,7 @@ class Desk:
         with self._lock:
             served = [replica.served for replica in self._replicas.values()]
         for one in served:
-            self._port.emit(
-                ModelServed(
-                    rank=one.rank,
-                    model=one.model,
-                    version=one.version,
-                    max_batch=one.max_batch,
-                    context_length=one.context_length,
-                    query_id=query.query_id,
-                )
-            )
+            self._port.emit(dataclasses.replace(one, query_id=query.query_id))
 
     def _generate(self, request: Message) -> None:
         assert isinstance(request, GenerateRequest), f"a GenerateRequest handler got {request!r}"

@@ -13,6 +13,7 @@ import torch
 from nbdist.messages import CancelRequest, GenerateRequest, ModelServed
 from nbdist.serve.batcher import Batcher
 from nbdist.serve.desk import desk_of
+from nbdist.serve.engines import make_engine
 from nbdist.serve.ports import current_port
 from nbdist.serve.resident import resident_copy
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nbdist.messages import Message
+    from nbdist.serve.engines import EngineName
     from nbdist.serve.ports import RankPort
-    from nbdist.train.models.decoder import DecoderLM
 
 __all__ = ["Replica", "serve"]
 
@@ -43,6 +44,7 @@ def serve(
     window_seconds: float = 0.01,
     max_waiting: int = 64,
     end_token: str | None = None,
+    engine: EngineName = "auto",
     port: RankPort | None = None,
 ) -> Replica:
     """Serve a copy of `model` from this rank, beside whatever the rank trains or runs.
@@ -56,7 +58,8 @@ def serve(
     by one, and its running requests end as `cancelled`.
 
     Args:
-        model: a `DecoderLM`, sharded or not, or a module with the same `config` and `forward`.
+        model: a `DecoderLM`, sharded or not, a module with the same `config` and `forward`, or a
+            decoder of transformers.
         tokenizer: a `tokenizers.Tokenizer`, or what has one as `backend_tokenizer`.
         name: the name that requests ask for.
         max_batch: most requests that run in one step.
@@ -64,6 +67,8 @@ def serve(
         max_waiting: most requests that wait for a slot; more are refused.
         end_token: ends an answer; by default the first of <|endoftext|>, <|im_end|>, </s>, <eos>
             and [EOS] that the tokenizer has.
+        engine: what runs it: `native`, `hf` (transformers' continuous batching, greedy only),
+            `reference` (static batches), or `auto` for the first that gives the right tokens.
         port: the rank's way to the client; by default the one of this process.
 
     Returns:
@@ -82,32 +87,29 @@ def serve(
     plain: Tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
     end_token_id = _end_token_id(plain, end_token)
     resident = resident_copy(model)
-    batcher = Batcher(
+    running = make_engine(
+        engine,
         resident,
-        plain,
-        emit=port.emit,
-        end_token_id=end_token_id,
-        rank=port.rank,
         max_batch=max_batch,
         window_seconds=window_seconds,
         max_waiting=max_waiting,
     )
-    return _install(batcher, resident, name, max_batch, port)
+    batcher = Batcher(running, plain, emit=port.emit, end_token_id=end_token_id, rank=port.rank)
+    device = next(resident.parameters()).device
+    return _install(batcher, device, name, port)
 
 
-def _install(
-    batcher: Batcher, resident: DecoderLM, name: str, max_batch: int, port: RankPort
-) -> Replica:
+def _install(batcher: Batcher, device: torch.device, name: str, port: RankPort) -> Replica:
     """Start the replica's thread and let it answer for its name."""
     desk = desk_of(port)
     served = ModelServed(
         rank=port.rank,
         model=name,
         version=desk.next_version(name),
-        max_batch=max_batch,
-        context_length=resident.config.context_length,
+        max_batch=batcher.engine.limits.max_batch,
+        context_length=batcher.engine.limits.context_length,
+        engine=batcher.engine.name,
     )
-    device = next(resident.parameters()).device
     replica = Replica(batcher, served, on_end=desk.remove, device=device)
     desk.install(replica)
     return replica
@@ -149,7 +151,7 @@ class Replica:
         s = self.served
         return (
             f"Replica(model={s.model!r}, version={s.version}, rank={s.rank}, "
-            f"max_batch={s.max_batch}, {state})"
+            f"max_batch={s.max_batch}, engine={s.engine!r}, {state})"
         )
 
     @property
@@ -203,6 +205,7 @@ class Replica:
             while not self._inbox.empty():  # what came before the door closed
                 self._handle(batcher, self._inbox.get_nowait())
             batcher.end_all(*self._end)
+            batcher.close()
 
     def _receive(self, batcher: Batcher) -> bool:
         """Take all messages that are there, waiting when there is no work; False at the end."""
