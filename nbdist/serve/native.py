@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nbdist.messages import TokenLogprob
+    from nbdist.serve.adapt import ServedModel
+    from nbdist.serve.runner import Computed
+    from nbdist.serve.speculative import Speculation
 
 __all__ = ["NativeEngine"]
 
@@ -41,6 +44,7 @@ class NativeEngine:
         cache_tokens: most tokens that the cache holds. By default `max_batch` full contexts, cut
             to 1 GiB but never below one context.
         share_prefixes: whether prompts that begin alike share blocks.
+        speculation: guesses tokens ahead; none when None. It changes no answer.
     """
 
     name = "native"
@@ -56,16 +60,11 @@ class NativeEngine:
         block_size: int = 16,
         cache_tokens: int | None = None,
         share_prefixes: bool = True,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         face = adapted(model)
-        context = face.context_length
-        if cache_tokens is None:
-            token_bytes = face.dtype.itemsize * sum(
-                2 * layer.num_kv_heads * layer.head_size for layer in face.layers
-            )
-            wanted = min(max_batch * context, _MAX_CACHE_BYTES // token_bytes)
-            cache_tokens = max(wanted, context)
+        cache_tokens = cache_tokens or _default_cache_tokens(face, max_batch)
         num_blocks = -(-cache_tokens // block_size)
         self.pool = BlockPool(num_blocks, block_size, share_prefixes=share_prefixes)
         self._scheduler = Scheduler(
@@ -77,11 +76,13 @@ class NativeEngine:
             clock=clock,
         )
         self._runner = Runner(face, num_blocks=num_blocks, block_size=block_size)
+        self._speculation = speculation
+        self._clock = clock
         self._samplers: dict[str, Sampler] = {}
         self._num_steps = 0
         self.limits = EngineLimits(
             vocab_size=face.vocab_size,
-            context_length=context,
+            context_length=face.context_length,
             max_batch=max_batch,
             capacity_tokens=num_blocks * block_size,
         )
@@ -101,6 +102,8 @@ class NativeEngine:
     def cancel(self, request_id: str) -> bool:
         """See `Engine.cancel`."""
         self._samplers.pop(request_id, None)
+        if self._speculation is not None:
+            self._speculation.forget(request_id)
         return self._scheduler.end(request_id) is not None
 
     def wait_seconds(self) -> float | None:
@@ -109,11 +112,28 @@ class NativeEngine:
 
     def step(self) -> list[TokenOutput]:
         """Compute one token of every row that decodes, and pieces of prompts beside them."""
+        if self._speculation is not None:
+            self._draft(self._speculation)
         chunks = self._scheduler.schedule()
         if not chunks:
             return []
         self._num_steps += 1
+        began = self._clock()
         computed = self._runner.forward(chunks)
+        outputs = self._outputs(computed)
+        if self._speculation is not None and all(c.num_logits == len(c.token_ids) for c in chunks):
+            num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+            self._speculation.pace.note_step(num_tokens, self._clock() - began)
+        return outputs
+
+    def _draft(self, speculation: Speculation) -> None:
+        rows = [row for row in self._scheduler.running if row.num_pending == 1]
+        if rows:
+            rooms = [room_of(row.request, self.limits) - row.num_generated for row in rows]
+            speculation.draft(rows, rooms)
+
+    def _outputs(self, computed: Computed) -> list[TokenOutput]:
+        """Make of each chunk's logits what it means for its row."""
         outputs = [self._fail(name, error) for name, error in computed.failed.items()]
         if computed.logits is None:
             return outputs
@@ -121,7 +141,7 @@ class NativeEngine:
         # two transfers for all rows
         finite = logits.amax(dim=-1).isfinite().tolist() if len(logits) else []
         likely = logits.argmax(dim=-1).tolist() if len(logits) else []
-        at = 0
+        num_rows, at = len(computed.chunks), 0
         for chunk in computed.chunks:
             here = slice(at, at + chunk.num_logits)
             at = here.stop
@@ -130,7 +150,7 @@ class NativeEngine:
             elif not all(finite[here]):
                 outputs.append(self._diverged(chunk.sequence))
             else:
-                outputs.append(self._advance(chunk, logits[here], likely[here], len(chunks)))
+                outputs.append(self._advance(chunk, logits[here], likely[here], num_rows))
         return outputs
 
     def stats(self) -> EngineStats:
@@ -153,6 +173,8 @@ class NativeEngine:
             capacity_bytes=self.limits.capacity_tokens * pages.token_bytes,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_prefix_tokens=scheduler.num_prefix_tokens,
+            num_drafted=self._speculation.pace.num_drafted if self._speculation else 0,
+            num_accepted=self._speculation.pace.num_accepted if self._speculation else 0,
         )
 
     def new_version(self) -> None:
@@ -167,17 +189,34 @@ class NativeEngine:
     def _advance(
         self, chunk: Chunk, logits: Tensor, likely: list[int], batch_size: int
     ) -> TokenOutput:
-        """Add new tokens to a row; logits (num_logits, V)."""
+        """Add new tokens to a row, as long as its draft holds; logits (num_logits, V)."""
         row = chunk.sequence
-        sampler = self._samplers[row.request_id]
+        draft = chunk.token_ids[len(chunk.token_ids) - chunk.num_logits + 1 :]
         try:
-            tokens = [likely[0] if sampler.plain_greedy else sampler.choose(logits[0])]
+            tokens = self._chosen(row, draft, logits, likely)
         except Exception as error:  # noqa: BLE001 - becomes the request's ending
             return self._fail(row.request_id, error)
-        sampler.note(tokens[0])
         row.token_ids += tokens
-        self._scheduler.computed(chunk, len(chunk.token_ids))
+        row.draft = []
+        num_held = len(tokens) - 1
+        self._scheduler.computed(chunk, len(chunk.token_ids) - len(draft) + num_held)
+        if self._speculation is not None:
+            self._speculation.note(row.request_id, len(draft), num_held)
         return self._output(row, tokens, logits, batch_size)
+
+    def _chosen(
+        self, row: Sequence, draft: list[int], logits: Tensor, likely: list[int]
+    ) -> list[int]:
+        """Choose the next token, and the one after it while the draft had it right."""
+        sampler = self._samplers[row.request_id]
+        tokens: list[int] = []
+        for at, guess in enumerate([*draft, None]):
+            token = likely[at] if sampler.plain_greedy else sampler.choose(logits[at])
+            sampler.note(token)
+            tokens.append(token)
+            if token != guess or token == row.request.end_token_id:
+                break
+        return tokens
 
     def _output(
         self, row: Sequence, tokens: list[int], logits: Tensor, batch_size: int
@@ -225,6 +264,14 @@ class NativeEngine:
                 "weights"
             ),
         )
+
+
+def _default_cache_tokens(face: ServedModel, max_batch: int) -> int:
+    token_bytes = face.dtype.itemsize * sum(
+        2 * layer.num_kv_heads * layer.head_size for layer in face.layers
+    )
+    wanted = min(max_batch * face.context_length, _MAX_CACHE_BYTES // token_bytes)
+    return max(wanted, face.context_length)
 
 
 def _logprobs(

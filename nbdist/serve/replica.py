@@ -6,16 +6,19 @@ import contextlib
 import logging
 import queue
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from nbdist.messages import CancelRequest, GenerateRequest, ModelServed
+from nbdist.serve.adapt import adapted
 from nbdist.serve.batcher import Batcher
 from nbdist.serve.desk import desk_of
+from nbdist.serve.drafting import DraftModelProposer
 from nbdist.serve.engines import make_engine
 from nbdist.serve.ports import current_port
 from nbdist.serve.resident import resident_copy
+from nbdist.serve.speculative import NGramProposer, Speculation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,6 +48,7 @@ def serve(
     max_waiting: int = 64,
     end_token: str | None = None,
     engine: EngineName = "auto",
+    speculation: nn.Module | Literal["ngram"] | None = None,
     port: RankPort | None = None,
 ) -> Replica:
     """Serve a copy of `model` from this rank, beside whatever the rank trains or runs.
@@ -69,6 +73,9 @@ def serve(
             and [EOS] that the tokenizer has.
         engine: what runs it: `native`, `hf` (transformers' continuous batching, greedy only),
             `reference` (static batches), or `auto` for the first that gives the right tokens.
+        speculation: guess tokens ahead where it pays: `ngram` by what followed the same words
+            before, or by a small draft model of the same vocabulary. Engine `native` only; it
+            changes no answer.
         port: the rank's way to the client; by default the one of this process.
 
     Returns:
@@ -93,6 +100,7 @@ def serve(
         max_batch=max_batch,
         window_seconds=window_seconds,
         max_waiting=max_waiting,
+        speculation=_speculation(speculation, resident, max_batch),
     )
     batcher = Batcher(running, plain, emit=port.emit, end_token_id=end_token_id, rank=port.rank)
     device = next(resident.parameters()).device
@@ -224,6 +232,28 @@ class Replica:
         elif isinstance(message, CancelRequest):
             batcher.cancel(message.request_id)
         return message is not None
+
+
+def _speculation(
+    wanted: nn.Module | Literal["ngram"] | None, target: nn.Module, max_batch: int
+) -> Speculation | None:
+    if wanted is None:
+        return None
+    if wanted == "ngram":
+        return Speculation(NGramProposer())
+    if not isinstance(wanted, torch.nn.Module):
+        raise ValueError(  # noqa: TRY004 - other texts are values as well
+            f"speculation={wanted!r} is neither 'ngram' nor a draft model; give one"
+        )
+    draft = resident_copy(wanted)
+    sizes = [adapted(model).vocab_size for model in (draft, target)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the draft model has vocab_size={sizes[0]}, the served one {sizes[1]}; give a draft "
+            "model with the same tokenizer"
+        )
+    tokens = max_batch * adapted(target).context_length
+    return Speculation(DraftModelProposer(draft, cache_tokens=tokens))
 
 
 def _end_token_id(tokenizer: Tokenizer, end_token: str | None) -> int | None:
