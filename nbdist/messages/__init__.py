@@ -29,6 +29,7 @@ from nbdist.messages.names import (
 )
 from nbdist.messages.serving import (
     CancelRequest,
+    EngineStats,
     GenerateRequest,
     ModelServed,
     Sampling,
@@ -67,6 +68,7 @@ __all__ = [
     "NameRow",
     "NamesAnswer",
     "Sampling",
+    "EngineStats",
     "ServeQuery",
     "ModelServed",
     "GenerateRequest",

@@ -9,6 +9,7 @@ from nbdist.messages.wire import Message, message
 __all__ = [
     "Sampling",
     "TokenLogprob",
+    "EngineStats",
     "ServeQuery",
     "ModelServed",
     "GenerateRequest",
@@ -69,6 +70,52 @@ class TokenLogprob:
     top_logprobs: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """What an engine is doing; all counts since it was made unless they say `now`.
+
+    Attributes:
+        num_running: requests in the batch now.
+        num_waiting: requests that wait now.
+        num_steps: steps done.
+        num_preempted: how often a request's cache was taken away to be computed again.
+        used_bytes: cache bytes of all requests' tokens now; a shared one counts for each.
+        shared_bytes: how many of them are stored once for several requests.
+        paged_bytes: cache bytes that are reserved for them now, in whole blocks.
+        contiguous_bytes: what a layout of one full-length slot a request would reserve now.
+        capacity_bytes: bytes of the whole cache.
+        num_prompt_tokens: tokens of all prompts that began to run.
+        num_prefix_tokens: those of them that were found in the cache.
+        num_drafted: tokens that were guessed ahead.
+        num_accepted: guesses that held.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_steps: int = 0
+    num_preempted: int = 0
+    used_bytes: int = 0
+    shared_bytes: int = 0
+    paged_bytes: int = 0
+    contiguous_bytes: int = 0
+    capacity_bytes: int = 0
+    num_prompt_tokens: int = 0
+    num_prefix_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    @property
+    def paged_waste_fraction(self) -> float:
+        """Share of the reserved blocks that holds no token."""
+        stored = self.used_bytes - self.shared_bytes
+        return 1 - stored / self.paged_bytes if self.paged_bytes else 0.0
+
+    @property
+    def contiguous_waste_fraction(self) -> float:
+        """Share of full-length slots that would hold no token."""
+        return 1 - self.used_bytes / self.contiguous_bytes if self.contiguous_bytes else 0.0
+
+
 @message("serve_query")
 class ServeQuery(Message):
     """Client to rank: which models do you serve? Answered by one `ModelServed` a model."""
@@ -87,6 +134,7 @@ class ModelServed(Message):
     context_length: int
     query_id: str = ""
     engine: str = "native"
+    stats: EngineStats = field(default_factory=EngineStats)
 
 
 @message("generate")

@@ -13,7 +13,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nbdist.serve.engine import EngineLimits, EngineRequest, EngineStats, TokenOutput
+from nbdist.messages import EngineStats
+from nbdist.serve.engine import EngineLimits, EngineRequest, TokenOutput
 from nbdist.serve.queueing import admit
 from nbdist.serve.request import check_prompt, check_sampling, room_of
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nbdist.messages import EngineStats
 from nbdist.serve.adapt import adapted
 from nbdist.serve.blocks import BlockPool
-from nbdist.serve.engine import EngineLimits, EngineRequest, EngineStats, TokenOutput
+from nbdist.serve.engine import EngineLimits, EngineRequest, TokenOutput
 from nbdist.serve.request import check_prompt, check_sampling, room_of
 from nbdist.serve.runner import Runner
 from nbdist.serve.sampling import Sampler, logprob_of

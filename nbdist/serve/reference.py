@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nbdist.messages import EngineStats
 from nbdist.serve.adapt import HuggingFaceModel, adapted
-from nbdist.serve.engine import EngineLimits, EngineRequest, EngineStats, TokenOutput
+from nbdist.serve.engine import EngineLimits, EngineRequest, TokenOutput
 from nbdist.serve.queueing import admit
 from nbdist.serve.request import check_prompt, check_sampling, room_of
 from nbdist.serve.sampling import Sampler, logprob_of

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from nbdist.messages import CancelRequest, GenerateRequest, ModelServed
+from nbdist.messages import CancelRequest, EngineStats, GenerateRequest, ModelServed
 from nbdist.serve.adapt import adapted
 from nbdist.serve.batcher import Batcher
 from nbdist.serve.desk import desk_of
@@ -143,6 +143,7 @@ class Replica:
     ) -> None:
         self.served = served
         self._batcher: Batcher | None = batcher
+        self._stats: Callable[[], EngineStats] = batcher.engine.stats
         self._on_end = on_end
         self._device = device
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -166,6 +167,10 @@ class Replica:
     def running(self) -> bool:
         """Whether it takes requests."""
         return self._open
+
+    def stats(self) -> EngineStats:
+        """Return what its engine is doing, as it is between or within two steps."""
+        return self._stats()
 
     def put(self, message: Message) -> bool:
         """Hand over a `GenerateRequest` or `CancelRequest`; False when the replica has stopped."""
@@ -214,6 +219,7 @@ class Replica:
                 self._handle(batcher, self._inbox.get_nowait())
             batcher.end_all(*self._end)
             batcher.close()
+            self._stats = EngineStats  # the engine, and with it the weights, is let go
 
     def _receive(self, batcher: Batcher) -> bool:
         """Take all messages that are there, waiting when there is no work; False at the end."""
