@@ -179,8 +179,8 @@ class Router:
 
     def close(self) -> None:
         """End what is running as `cancelled` and listen no more."""
-        for unsubscribe in self._unsubscribe:
-            unsubscribe()
+        while self._unsubscribe:
+            self._unsubscribe.pop()()
         with self._changed:
             left = list(self._sent.values())
         for sent in left:
