@@ -352,7 +352,7 @@ def test_every_request_ends_exactly_once_under_faults(model, tokenizer, ranks, p
     router, endings, made = Router(ranks), Endings(), []
     faults = {
         8: lambda: made[3].cancel(),  # noqa: PLW0108 - `made` is filled later
-        12: lambda: serve(model, tokenizer, max_batch=3, port=ranks.ports[1]),
+        12: lambda: replicas.append(serve(model, tokenizer, max_batch=3, port=ranks.ports[1])),
         20: lambda: ranks.lose(0),
         30: lambda: [generation.cancel() for generation in made[:25]],
     }
