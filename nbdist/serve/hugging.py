@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 _MAX_RESTARTS = 2  # of one request: a third time it is taken for the cause
 _POLL_SECONDS = 0.02
+# A failed request may be the first sign of a thread that ends; so long it gets to end.
+_MAX_POLLS = 25
 
 
 @dataclass(slots=True)
@@ -35,6 +37,8 @@ class _Row:
     token_ids: list[int] = field(default_factory=list)
     num_before: int = 0  # tokens that went in again as prompt after a restart
     num_restarts: int = 0
+    error: str = ""
+    num_polls: int = 0  # since the error
 
 
 class HuggingFaceEngine:
@@ -129,8 +133,8 @@ class HuggingFaceEngine:
                 outputs += self._take(row, result)
             result = self._manager.get_result(timeout=0)
         if not self._manager.is_running():
-            outputs += self._restart()
-        return outputs
+            return outputs + self._restart()
+        return outputs + self._failed_alone()
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`; what transformers does not tell is 0."""
@@ -182,7 +186,8 @@ class HuggingFaceEngine:
 
     def _take(self, row: _Row, result: Any) -> list[TokenOutput]:
         if result.error is not None:
-            return []  # its thread has ended or is about to: `_restart` sees to the row
+            row.error = str(result.error)
+            return []
         new = list(result.generated_tokens)[len(row.token_ids) - row.num_before :]
         row.token_ids += new
         reason: Any = None
@@ -207,6 +212,16 @@ class HuggingFaceEngine:
             batch_size=min(len(self._known) + (reason is not None), self.limits.max_batch),
         )
 
+    def _failed_alone(self) -> list[TokenOutput]:
+        """End rows that failed while the thread lives on."""
+        outputs = []
+        for row in [row for row in self._rows.values() if row.error]:
+            row.num_polls += 1
+            if row.num_polls >= _MAX_POLLS:
+                detail = f"transformers' batching refused it: {row.error}; send it again"
+                outputs.append(self._output(row, [], "error", detail))
+        return outputs
+
     def _restart(self) -> list[TokenOutput]:
         """Start anew with all that were running, with the tokens they have; drop a repeater."""
         self.num_restarts += 1
@@ -219,6 +234,7 @@ class HuggingFaceEngine:
         outputs = []
         for row in rows:
             row.num_restarts += 1
+            row.error, row.num_polls = "", 0
             if row.num_restarts > _MAX_RESTARTS:
                 detail = "transformers' batching ended each time that it ran; send it again alone"
                 outputs.append(self._output(row, [], "error", detail))

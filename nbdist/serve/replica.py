@@ -47,6 +47,7 @@ def serve(
     window_seconds: float = 0.01,
     max_waiting: int = 64,
     end_token: str | None = None,
+    cache_tokens: int | None = None,
     engine: EngineName = "auto",
     speculation: nn.Module | Literal["ngram"] | None = None,
     port: RankPort | None = None,
@@ -55,7 +56,7 @@ def serve(
 
     Collective over: all ranks that hold the model. Each of them becomes a replica of its own, and
     the client's router spreads the requests. The copy holds the *whole* model on every rank:
-    serving costs the full weights once more, plus the slots of the running requests; a model that
+    serving costs the full weights once more, plus the cache of the running requests; a model that
     fits only in shards cannot be served this way. Training goes on undisturbed: the copy, its
     thread and its random generators share nothing with it, and later updates of `model` show
     only when `serve` is called again. That replaces the replica of this name: its version goes up
@@ -71,6 +72,8 @@ def serve(
         max_waiting: most requests that wait for a slot; more are refused.
         end_token: ends an answer; by default the first of <|endoftext|>, <|im_end|>, </s>, <eos>
             and [EOS] that the tokenizer has.
+        cache_tokens: most tokens that the cache of `native` holds; a prompt that cannot fit is
+            refused. By default `max_batch` contexts, cut to 1 GiB but never below one context.
         engine: what runs it: `native`, `hf` (transformers' continuous batching, greedy only),
             `reference` (static batches), or `auto` for the first that gives the right tokens.
         speculation: guess tokens ahead where it pays: `ngram` by what followed the same words
@@ -100,6 +103,7 @@ def serve(
         max_batch=max_batch,
         window_seconds=window_seconds,
         max_waiting=max_waiting,
+        cache_tokens=cache_tokens,
         speculation=_speculation(speculation, resident, max_batch),
     )
     batcher = Batcher(running, plain, emit=port.emit, end_token_id=end_token_id, rank=port.rank)

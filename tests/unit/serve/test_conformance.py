@@ -293,6 +293,21 @@ def test_hf_engine_whose_thread_ends_gives_its_requests_to_a_new_one(monkeypatch
     assert run.tokens == {r.request_id: wanted(r) for r in requests}
 
 
+def test_hf_engine_ends_a_request_that_failed_alone_and_serves_the_rest():
+    engine = HuggingFaceEngine(make_llama())
+    run = Run(engine)
+    good, bad = greedy("good", [1, 2]), greedy("bad", [3, 4], 100)
+    engine.submit(good)
+    engine.submit(bad)
+    engine._rows[engine._ids["bad"]].error = "it was not to be"
+    run.finish()
+    engine.close()
+
+    assert run.tokens["good"] == wanted(good)
+    assert run.reason("bad") == "error"
+    assert "it was not to be" in run.endings["bad"][0].detail
+
+
 def test_hf_engine_refuses_what_it_cannot_sample_and_names_the_one_that_can():
     engine = HuggingFaceEngine(make_llama())
 

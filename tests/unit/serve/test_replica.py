@@ -189,6 +189,15 @@ def test_replica_that_guesses_ahead_gives_the_same_text(
     replica.stop()
 
 
+def test_replica_with_a_small_cache_refuses_what_can_never_fit(model, tokenizer, one_rank):
+    replica = serve(model, tokenizer, cache_tokens=32, port=one_rank.ports[0])
+    long, short = Router(one_rank).generate(["the fox " * 20, "fox"], **GREEDY)
+
+    assert "the engine's cache of 32" in long.detail
+    assert short.finish_reason == "length"
+    replica.stop()
+
+
 def test_serve_with_a_draft_model_of_another_vocabulary_is_refused(model, tokenizer, one_rank):
     other = DecoderLM(DecoderConfig.tiny(7, context_length=96))
 
