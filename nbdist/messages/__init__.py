@@ -34,11 +34,13 @@ from nbdist.messages.names import (
 )
 from nbdist.messages.serving import (
     CancelRequest,
+    EngineStats,
     GenerateRequest,
     ModelServed,
     Sampling,
     ServeQuery,
     TokenEvent,
+    TokenLogprob,
 )
 from nbdist.messages.wire import Message, from_wire, to_wire, topic_of
 
@@ -77,9 +79,11 @@ __all__ = [
     "NameRow",
     "NamesAnswer",
     "Sampling",
+    "EngineStats",
     "ServeQuery",
     "ModelServed",
     "GenerateRequest",
     "CancelRequest",
     "TokenEvent",
+    "TokenLogprob",
 ]

@@ -8,6 +8,8 @@ from nbdist.messages.wire import Message, message
 
 __all__ = [
     "Sampling",
+    "TokenLogprob",
+    "EngineStats",
     "ServeQuery",
     "ModelServed",
     "GenerateRequest",
@@ -27,6 +29,12 @@ class Sampling:
         top_p: keep the smallest set of tokens whose probability reaches this; 1.0 keeps all.
         seed: of the request's own random generator; None draws one.
         stop: texts that end the generation; they are not part of the answer.
+        repetition_penalty: above 1, logits of tokens in prompt or answer are divided by it when
+            positive and multiplied when negative (arXiv 1909.05858); 1.0 is off.
+        presence_penalty: taken from the logit of every token that the answer holds already.
+        frequency_penalty: taken from it once more for each time that the answer holds it.
+        logprobs: report the log-probability of each token and of so many likeliest ones, before
+            temperature and penalties; None is off, 0 the chosen token only.
     """
 
     max_new_tokens: int = 64
@@ -35,6 +43,77 @@ class Sampling:
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """How likely the model found a token.
+
+    Attributes:
+        token_id: the chosen token.
+        text: what it decodes to alone; incomplete characters are replaced.
+        logprob: its natural log-probability.
+        top_ids: the likeliest tokens at this place, best first.
+        top_texts: what they decode to.
+        top_logprobs: theirs.
+    """
+
+    token_id: int
+    logprob: float
+    text: str = ""
+    top_ids: tuple[int, ...] = ()
+    top_texts: tuple[str, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """What an engine is doing; all counts since it was made unless they say `now`.
+
+    Attributes:
+        num_running: requests in the batch now.
+        num_waiting: requests that wait now.
+        num_steps: steps done.
+        num_preempted: how often a request's cache was taken away to be computed again.
+        used_bytes: cache bytes of all requests' tokens now; a shared one counts for each.
+        shared_bytes: how many of them are stored once for several requests.
+        paged_bytes: cache bytes that are reserved for them now, in whole blocks.
+        contiguous_bytes: what a layout of one full-length slot a request would reserve now.
+        capacity_bytes: bytes of the whole cache.
+        num_prompt_tokens: tokens of all prompts that began to run.
+        num_prefix_tokens: those of them that were found in the cache.
+        num_drafted: tokens that were guessed ahead.
+        num_accepted: guesses that held.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_steps: int = 0
+    num_preempted: int = 0
+    used_bytes: int = 0
+    shared_bytes: int = 0
+    paged_bytes: int = 0
+    contiguous_bytes: int = 0
+    capacity_bytes: int = 0
+    num_prompt_tokens: int = 0
+    num_prefix_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    @property
+    def paged_waste_fraction(self) -> float:
+        """Share of the reserved blocks that holds no token."""
+        stored = self.used_bytes - self.shared_bytes
+        return 1 - stored / self.paged_bytes if self.paged_bytes else 0.0
+
+    @property
+    def contiguous_waste_fraction(self) -> float:
+        """Share of full-length slots that would hold no token."""
+        return 1 - self.used_bytes / self.contiguous_bytes if self.contiguous_bytes else 0.0
 
 
 @message("serve_query")
@@ -54,6 +133,8 @@ class ModelServed(Message):
     max_batch: int
     context_length: int
     query_id: str = ""
+    engine: str = "native"
+    stats: EngineStats = field(default_factory=EngineStats)
 
 
 @message("generate")
@@ -85,6 +166,7 @@ class TokenEvent(Message):
         detail: for `error`, what was wrong with the request and what to do; for `length`, when
             the model's context was full before `max_new_tokens` were made.
         batch_size: rows that ran in the same step.
+        logprobs: of the new tokens, when they were asked for.
     """
 
     request_id: str
@@ -95,3 +177,4 @@ class TokenEvent(Message):
     detail: str = ""
     batch_size: int = 1
     num_prompt_tokens: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()

@@ -9,7 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nbdist.serve.batched_module import BatchedModule as BatchedModule
     from nbdist.serve.generation import Generation as Generation
+    from nbdist.serve.http import HttpServer as HttpServer
+    from nbdist.serve.http import serve_http as serve_http
     from nbdist.serve.oneshot import generate as generate
     from nbdist.serve.replica import Replica as Replica
     from nbdist.serve.replica import serve as serve
@@ -21,9 +24,21 @@ _HOMES = {
     "Router": "nbdist.serve.router",
     "Generation": "nbdist.serve.generation",
     "generate": "nbdist.serve.oneshot",
+    "BatchedModule": "nbdist.serve.batched_module",
+    "serve_http": "nbdist.serve.http",
+    "HttpServer": "nbdist.serve.http",
 }
 
-__all__ = ["serve", "Replica", "Router", "Generation", "generate"]
+__all__ = [
+    "serve",
+    "Replica",
+    "Router",
+    "Generation",
+    "generate",
+    "serve_http",
+    "HttpServer",
+    "BatchedModule",
+]
 
 
 def __getattr__(name: str) -> Any:

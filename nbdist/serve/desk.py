@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import TYPE_CHECKING, Protocol
 
 from nbdist.messages import (
     CancelRequest,
+    EngineStats,
     GenerateRequest,
     Message,
     ModelServed,
@@ -27,6 +29,10 @@ class Served(Protocol):
 
     def put(self, message: Message) -> bool:
         """Hand over a message; False when the replica has stopped."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return what its engine is doing; from any thread."""
         ...
 
     def stop(self, detail: str = "") -> None:
@@ -79,18 +85,10 @@ class Desk:
     def _answer(self, query: Message) -> None:
         assert isinstance(query, ServeQuery), f"a ServeQuery handler got {query!r}"
         with self._lock:
-            served = [replica.served for replica in self._replicas.values()]
-        for one in served:
-            self._port.emit(
-                ModelServed(
-                    rank=one.rank,
-                    model=one.model,
-                    version=one.version,
-                    max_batch=one.max_batch,
-                    context_length=one.context_length,
-                    query_id=query.query_id,
-                )
-            )
+            replicas = list(self._replicas.values())
+        for one in replicas:
+            answer = dataclasses.replace(one.served, query_id=query.query_id, stats=one.stats())
+            self._port.emit(answer)
 
     def _generate(self, request: Message) -> None:
         assert isinstance(request, GenerateRequest), f"a GenerateRequest handler got {request!r}"

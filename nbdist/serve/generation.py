@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from nbdist.errors import ServeError
 
 if TYPE_CHECKING:
-    from nbdist.messages import Sampling, TokenEvent
+    from nbdist.messages import Sampling, TokenEvent, TokenLogprob
 
 __all__ = ["FinishReason", "Generation"]
 
@@ -50,6 +50,8 @@ class Generation:
         self._changed = threading.Condition()
         self._handlers: list[EventHandler] = []
         self._pieces: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._num_taken = 0
         self._last: TokenEvent | None = None
         self._finish_reason: FinishReason | None = None
         self._detail = ""
@@ -81,6 +83,11 @@ class Generation:
     def text(self) -> str:
         """The answer so far, without the prompt."""
         return "".join(self._pieces)
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        """How likely each token was, when `logprobs` was asked for."""
+        return list(self._logprobs)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -160,6 +167,13 @@ class Generation:
         if self._finish_reason is None:
             self._cancel(self)
 
+    def take_logprobs(self) -> list[TokenLogprob]:
+        """Return those that came since the last call (for a stream)."""
+        with self._changed:
+            taken = self._logprobs[self._num_taken :]
+            self._num_taken += len(taken)
+            return taken
+
     def on_event(self, handler: EventHandler) -> None:
         """Call `handler(generation)` after each event, and at once when it has ended already.
 
@@ -185,6 +199,7 @@ class Generation:
             if event.index > 0 and self._first_at is None:
                 self._first_at = self._last_at
             self._last = event
+            self._logprobs.extend(event.logprobs)
             if event.text:
                 self._pieces.append(event.text)
         if event.finish_reason is None:

@@ -6,15 +6,19 @@ import contextlib
 import logging
 import queue
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from nbdist.messages import CancelRequest, GenerateRequest, ModelServed
+from nbdist.messages import CancelRequest, EngineStats, GenerateRequest, ModelServed
+from nbdist.serve.adapt import adapted
 from nbdist.serve.batcher import Batcher
 from nbdist.serve.desk import desk_of
+from nbdist.serve.drafting import DraftModelProposer
+from nbdist.serve.engines import make_engine
 from nbdist.serve.ports import current_port
 from nbdist.serve.resident import resident_copy
+from nbdist.serve.speculative import NGramProposer, Speculation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,8 +27,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nbdist.messages import Message
+    from nbdist.serve.engines import EngineName
     from nbdist.serve.ports import RankPort
-    from nbdist.train.models.decoder import DecoderLM
 
 __all__ = ["Replica", "serve"]
 
@@ -43,20 +47,24 @@ def serve(
     window_seconds: float = 0.01,
     max_waiting: int = 64,
     end_token: str | None = None,
+    cache_tokens: int | None = None,
+    engine: EngineName = "auto",
+    speculation: nn.Module | Literal["ngram"] | None = None,
     port: RankPort | None = None,
 ) -> Replica:
     """Serve a copy of `model` from this rank, beside whatever the rank trains or runs.
 
     Collective over: all ranks that hold the model. Each of them becomes a replica of its own, and
     the client's router spreads the requests. The copy holds the *whole* model on every rank:
-    serving costs the full weights once more, plus the slots of the running requests; a model that
+    serving costs the full weights once more, plus the cache of the running requests; a model that
     fits only in shards cannot be served this way. Training goes on undisturbed: the copy, its
     thread and its random generators share nothing with it, and later updates of `model` show
     only when `serve` is called again. That replaces the replica of this name: its version goes up
     by one, and its running requests end as `cancelled`.
 
     Args:
-        model: a `DecoderLM`, sharded or not, or a module with the same `config` and `forward`.
+        model: a `DecoderLM`, sharded or not, a module with the same `config` and `forward`, or a
+            decoder of transformers.
         tokenizer: a `tokenizers.Tokenizer`, or what has one as `backend_tokenizer`.
         name: the name that requests ask for.
         max_batch: most requests that run in one step.
@@ -64,6 +72,13 @@ def serve(
         max_waiting: most requests that wait for a slot; more are refused.
         end_token: ends an answer; by default the first of <|endoftext|>, <|im_end|>, </s>, <eos>
             and [EOS] that the tokenizer has.
+        cache_tokens: most tokens that the cache of `native` holds; a prompt that cannot fit is
+            refused. By default `max_batch` contexts, cut to 1 GiB but never below one context.
+        engine: what runs it: `native`, `hf` (transformers' continuous batching, greedy only),
+            `reference` (static batches), or `auto` for the first that gives the right tokens.
+        speculation: guess tokens ahead where it pays: `ngram` by what followed the same words
+            before, or by a small draft model of the same vocabulary. Engine `native` only; it
+            changes no answer.
         port: the rank's way to the client; by default the one of this process.
 
     Returns:
@@ -82,32 +97,31 @@ def serve(
     plain: Tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
     end_token_id = _end_token_id(plain, end_token)
     resident = resident_copy(model)
-    batcher = Batcher(
+    running = make_engine(
+        engine,
         resident,
-        plain,
-        emit=port.emit,
-        end_token_id=end_token_id,
-        rank=port.rank,
         max_batch=max_batch,
         window_seconds=window_seconds,
         max_waiting=max_waiting,
+        cache_tokens=cache_tokens,
+        speculation=_speculation(speculation, resident, max_batch),
     )
-    return _install(batcher, resident, name, max_batch, port)
+    batcher = Batcher(running, plain, emit=port.emit, end_token_id=end_token_id, rank=port.rank)
+    device = next(resident.parameters()).device
+    return _install(batcher, device, name, port)
 
 
-def _install(
-    batcher: Batcher, resident: DecoderLM, name: str, max_batch: int, port: RankPort
-) -> Replica:
+def _install(batcher: Batcher, device: torch.device, name: str, port: RankPort) -> Replica:
     """Start the replica's thread and let it answer for its name."""
     desk = desk_of(port)
     served = ModelServed(
         rank=port.rank,
         model=name,
         version=desk.next_version(name),
-        max_batch=max_batch,
-        context_length=resident.config.context_length,
+        max_batch=batcher.engine.limits.max_batch,
+        context_length=batcher.engine.limits.context_length,
+        engine=batcher.engine.name,
     )
-    device = next(resident.parameters()).device
     replica = Replica(batcher, served, on_end=desk.remove, device=device)
     desk.install(replica)
     return replica
@@ -133,6 +147,7 @@ class Replica:
     ) -> None:
         self.served = served
         self._batcher: Batcher | None = batcher
+        self._stats: Callable[[], EngineStats] = batcher.engine.stats
         self._on_end = on_end
         self._device = device
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -149,13 +164,17 @@ class Replica:
         s = self.served
         return (
             f"Replica(model={s.model!r}, version={s.version}, rank={s.rank}, "
-            f"max_batch={s.max_batch}, {state})"
+            f"max_batch={s.max_batch}, engine={s.engine!r}, {state})"
         )
 
     @property
     def running(self) -> bool:
         """Whether it takes requests."""
         return self._open
+
+    def stats(self) -> EngineStats:
+        """Return what its engine is doing, as it is between or within two steps."""
+        return self._stats()
 
     def put(self, message: Message) -> bool:
         """Hand over a `GenerateRequest` or `CancelRequest`; False when the replica has stopped."""
@@ -203,6 +222,8 @@ class Replica:
             while not self._inbox.empty():  # what came before the door closed
                 self._handle(batcher, self._inbox.get_nowait())
             batcher.end_all(*self._end)
+            batcher.close()
+            self._stats = EngineStats  # the engine, and with it the weights, is let go
 
     def _receive(self, batcher: Batcher) -> bool:
         """Take all messages that are there, waiting when there is no work; False at the end."""
@@ -221,6 +242,28 @@ class Replica:
         elif isinstance(message, CancelRequest):
             batcher.cancel(message.request_id)
         return message is not None
+
+
+def _speculation(
+    wanted: nn.Module | Literal["ngram"] | None, target: nn.Module, max_batch: int
+) -> Speculation | None:
+    if wanted is None:
+        return None
+    if wanted == "ngram":
+        return Speculation(NGramProposer())
+    if not isinstance(wanted, torch.nn.Module):
+        raise ValueError(  # noqa: TRY004 - other texts are values as well
+            f"speculation={wanted!r} is neither 'ngram' nor a draft model; give one"
+        )
+    draft = resident_copy(wanted)
+    sizes = [adapted(model).vocab_size for model in (draft, target)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the draft model has vocab_size={sizes[0]}, the served one {sizes[1]}; give a draft "
+            "model with the same tokenizer"
+        )
+    tokens = max_batch * adapted(target).context_length
+    return Speculation(DraftModelProposer(draft, cache_tokens=tokens))
 
 
 def _end_token_id(tokenizer: Tokenizer, end_token: str | None) -> int | None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbdist.messages import Sampling
 
-__all__ = ["check_prompt", "check_sampling", "sampling_of"]
+if TYPE_CHECKING:
+    from nbdist.serve.engine import EngineLimits, EngineRequest
+
+__all__ = ["check_prompt", "check_sampling", "room_of", "sampling_of"]
 
 _MAX_STOPS = 16
+_MAX_LOGPROBS = 20
 
 
 def sampling_of(values: dict[str, Any]) -> Sampling:
@@ -46,6 +50,16 @@ def check_sampling(sampling: Sampling) -> None:
         raise ValueError(
             f"top_p={s.top_p!r} is not in the range 0 < top_p <= 1; set 1.0 to keep all tokens"
         )
+    if not _is_number(s.repetition_penalty) or not 0 < s.repetition_penalty < math.inf:
+        raise ValueError(
+            f"repetition_penalty={s.repetition_penalty!r} is not a finite number above 0; set 1.0 "
+            "for none"
+        )
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not _is_number(value := getattr(s, name)) or not math.isfinite(value):
+            raise ValueError(f"{name}={value!r} is not a finite number; set 0.0 for none")
+    if s.logprobs is not None:
+        _whole("logprobs", s.logprobs, least=0, most=_MAX_LOGPROBS)
     if s.seed is not None:
         _whole("seed", s.seed, least=0, most=2**63 - 1)
     if len(s.stop) > _MAX_STOPS or not all(isinstance(t, str) and t for t in s.stop):
@@ -55,28 +69,37 @@ def check_sampling(sampling: Sampling) -> None:
         )
 
 
-def check_prompt(prompt_ids: list[int], *, context_length: int, vocab_size: int) -> None:
+def check_prompt(prompt_ids: list[int], limits: EngineLimits) -> None:
     """Check that a prompt leaves room for a token and names only tokens that the model has.
 
     Raises:
-        ValueError: the prompt is empty, too long for the context, or made by another tokenizer.
+        ValueError: the prompt is empty, too long for context or cache, or of another tokenizer.
     """
     if not prompt_ids:
         raise ValueError(
             "the prompt holds 0 tokens, and there is nothing to continue; give at least one "
             "character of text"
         )
-    if len(prompt_ids) >= context_length:
+    what, most = "model's context", limits.context_length
+    if limits.capacity_tokens < most:
+        what, most = "engine's cache", limits.capacity_tokens
+    if len(prompt_ids) >= most:
         raise ValueError(
-            f"the prompt holds {len(prompt_ids)} tokens, and the model's context of "
-            f"{context_length} leaves no room for an answer; shorten it to at most "
-            f"{context_length - 1} tokens"
+            f"the prompt holds {len(prompt_ids)} tokens, and the {what} of {most} leaves no room "
+            f"for an answer; shorten it to at most {most - 1} tokens"
         )
-    if (largest := max(prompt_ids)) >= vocab_size:
+    if (largest := max(prompt_ids)) >= limits.vocab_size or min(prompt_ids) < 0:
         raise ValueError(
-            f"the prompt holds token id {largest}, but the model has vocab_size={vocab_size}; "
-            "pass `serve` the tokenizer that the model was trained with"
+            f"the prompt holds token id {largest if largest >= limits.vocab_size else -1}, but the "
+            f"model has vocab_size={limits.vocab_size}; pass `serve` the tokenizer that the model "
+            "was trained with"
         )
+
+
+def room_of(request: EngineRequest, limits: EngineLimits) -> int:
+    """Return the most tokens that a request's answer may have here."""
+    most = min(limits.context_length, limits.capacity_tokens)
+    return min(request.sampling.max_new_tokens, most - len(request.prompt_ids))
 
 
 def _is_number(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,14 +14,12 @@ from nbdist.errors import ServeError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from nbdist.train.models.decoder import DecoderLM
-
 __all__ = ["resident_copy"]
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
-def resident_copy(model: nn.Module) -> DecoderLM:
+def resident_copy(model: nn.Module) -> nn.Module:
     """Return an unsharded eval copy of `model` that shares no memory with it.
 
     Collective over: the axes that shard the model. Sharded weights are gathered one tensor at a
@@ -44,7 +43,7 @@ def resident_copy(model: nn.Module) -> DecoderLM:
     # FSDP2 puts a subclass of its own in front of the model's class
     cls: Any = next(c for c in type(bare).__mro__ if not issubclass(c, FSDPModule))
     with torch.device("meta"):  # no memory, and no random numbers for weights that are replaced
-        copy = cls(config)
+        copy = cls(deepcopy(config))  # its own: serving sets a model's attention there
     weights = _full_weights(bare)
     try:
         copy.load_state_dict(weights, strict=False, assign=True)
@@ -56,7 +55,7 @@ def resident_copy(model: nn.Module) -> DecoderLM:
     _complete(copy, weights)
     if any(tensor.is_cuda for tensor in weights.values()):
         torch.cuda.synchronize()  # another thread, on another stream, reads the copy
-    return cast("DecoderLM", copy.eval().requires_grad_(requires_grad=False))
+    return cast("nn.Module", copy.eval().requires_grad_(requires_grad=False))
 
 
 def _complete(copy: nn.Module, weights: dict[str, Tensor]) -> None:

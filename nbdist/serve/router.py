@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.errors import Overloaded, RankLostError, ServeError
 from nbdist.messages import (
     CancelRequest,
+    EngineStats,
     GenerateRequest,
     Message,
     ModelServed,
@@ -18,7 +19,7 @@ from nbdist.messages import (
     TokenEvent,
     Unhandled,
 )
-from nbdist.serve.balance import Balance
+from nbdist.serve.balance import Balance, nobody_serves
 from nbdist.serve.generation import Generation
 from nbdist.serve.request import sampling_of
 
@@ -114,10 +115,32 @@ class Router:
         with self._changed:
             self._changed.wait_for(lambda: not self._silent, query_seconds)
             if not self._replicas:
-                raise ServeError(self._nobody())
+                raise ServeError(nobody_serves(self.model, self._ranks.num_ranks))
+
+    def stats(self) -> dict[int, EngineStats]:
+        """Ask what the engine of each replica is doing; see `refresh`."""
+        self.refresh()
+        return {rank: served.stats for rank, served in self.replicas.items()}
+
+    def drain(self, rank: int, timeout_seconds: float | None = None) -> bool:
+        """Send a replica nothing more, and wait until what it has is done.
+
+        Returns:
+            whether it is done; `drain` again to go on waiting, `undrain` to use it again.
+        """
+        with self._changed:
+            self._replicas.drain(rank)
+            return self._changed.wait_for(
+                lambda: not self._replicas.outstanding.get(rank), timeout_seconds
+            )
+
+    def undrain(self, rank: int) -> None:
+        """Send a drained replica requests again."""
+        with self._changed:
+            self._replicas.undrain(rank)
 
     def submit(self, prompt: str, **sampling: Any) -> Generation:
-        """Send a prompt to the replica with the fewest unfinished requests; never blocks.
+        """Send a prompt to the replica with the least unfinished work; never blocks.
 
         Args:
             prompt: text to continue.
@@ -139,11 +162,7 @@ class Router:
         """Send prompts, as many at a time as the replicas take, and wait until all have ended.
 
         Returns:
-            One ended `Generation` a prompt, in the order of the prompts.
-
-        Raises:
-            ValueError: see `submit`.
-            ServeError: no replica is left to send to.
+            One ended `Generation` a prompt, in the order of the prompts; raises as `submit` does.
         """
         wanted = [prompts] if isinstance(prompts, str) else list(prompts)
         made: list[Generation] = []
@@ -160,8 +179,8 @@ class Router:
 
     def close(self) -> None:
         """End what is running as `cancelled` and listen no more."""
-        for unsubscribe in self._unsubscribe:
-            unsubscribe()
+        while self._unsubscribe:
+            self._unsubscribe.pop()()
         with self._changed:
             left = list(self._sent.values())
         for sent in left:
@@ -175,11 +194,9 @@ class Router:
             try:
                 return self.submit(prompt, **sampling)
             except Overloaded:
-                self._wait_for_less_than(before)
-
-    def _wait_for_less_than(self, num_outstanding: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self.num_outstanding < num_outstanding)
+                with self._changed:
+                    while len(self._sent) >= before:
+                        self._changed.wait()
 
     def _place(self, generation: Generation, *, retried: bool = False) -> None:
         """Send a request to the best replica, and to the next one when that is lost."""
@@ -192,8 +209,8 @@ class Router:
         while True:
             with self._changed:
                 if not self._replicas:
-                    raise ServeError(self._nobody())
-                rank = self._replicas.assign(request.request_id)
+                    raise ServeError(nobody_serves(self.model, self._ranks.num_ranks))
+                rank = self._replicas.assign(request)
                 self._sent[request.request_id] = _Sent(generation, rank, retried)
             generation.place(rank)
             try:
@@ -281,14 +298,3 @@ class Router:
             self._place(generation, retried=True)
         except ServeError as error:
             generation.end("replica_lost", f"{what}, and there was no other replica: {error}")
-
-    def _nobody(self) -> str:
-        last = self._ranks.num_ranks - 1
-        ranks = "rank 0" if last == 0 else f"ranks 0-{last}"
-        call = "serve(model, tokenizer)"
-        if self.model != "default":
-            call = f"serve(model, tokenizer, {self.model!r})"
-        return (
-            f"no model named {self.model!r} is served by {ranks}; run `{call}` in a "
-            "%%distributed cell first"
-        )

@@ -1,82 +1,80 @@
-"""The forward passes of a replica: prefill of joining rows, one decode step for all (rank)."""
+"""The forward pass of a step: chunks in, logits out, over the paged cache (rank)."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from nbdist.serve.cache import CacheShape, SlotCache
+from nbdist.serve.pages import PackedStep, Pages
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nbdist.train.models.decoder import DecoderLM
+    from nbdist.serve.adapt import ServedModel
+    from nbdist.serve.sequence import Chunk
 
-__all__ = ["Runner"]
+__all__ = ["Computed", "Runner"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Computed:
+    """What a step has computed.
+
+    Attributes:
+        chunks: that went well.
+        logits: (K, V), those of the chunks one after the other; None without chunks.
+        failed: what was raised for the others, by request id.
+    """
+
+    chunks: list[Chunk] = field(default_factory=list)
+    logits: Tensor | None = None
+    failed: dict[str, Exception] = field(default_factory=dict)
 
 
 class Runner:
-    """Runs a resident model over slots; slot i is the i-th row, in the scheduler's order.
+    """Runs a model over a cache of its own.
 
     Args:
-        model: on one device, in eval mode; nothing else may write to it.
-        max_batch: number of slots.
+        model: adapted; on one device, in eval mode.
+        num_blocks: of the cache.
+        block_size: tokens of a block.
     """
 
-    def __init__(self, model: DecoderLM, *, max_batch: int) -> None:
-        config = model.config
-        weight = next(model.parameters())
+    def __init__(self, model: ServedModel, *, num_blocks: int, block_size: int) -> None:
         self._model = model
-        self._device = weight.device
-        self.cache = SlotCache(
-            CacheShape(
-                num_layers=config.num_layers,
-                num_kv_heads=config.num_kv_heads,
-                head_size=config.hidden_size // config.num_heads,
-                max_batch=max_batch,
-                context_length=config.context_length,
-                dtype=weight.dtype,
-                device=weight.device,
-            )
+        self.pages = Pages(
+            model.layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=model.dtype,
+            device=model.device,
         )
 
     @torch.inference_mode()
-    def prefill(self, prompts: list[list[int]]) -> Tensor:
-        """Open a slot for each prompt; return the logits (B, V) after its last token.
-
-        When it raises, the slots that it opened are closed again.
-        """
-        before = len(self.cache.lengths)
+    def forward(self, chunks: list[Chunk]) -> Computed:
+        """Compute chunks together; when that raises, each alone, so that the others go on."""
         try:
-            return self._prefill(prompts)
-        except BaseException:
-            del self.cache.lengths[before:]
-            raise
-
-    def _prefill(self, prompts: list[list[int]]) -> Tensor:
-        lengths = [len(prompt) for prompt in prompts]
-        positions = self.cache.append(lengths)
-        tokens = torch.zeros(positions.shape, dtype=torch.long)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = torch.tensor(prompt)
-        logits: Tensor = self._model(tokens.to(self._device), positions, self.cache)
-        last = torch.tensor(lengths, device=self._device) - 1
-        return logits[torch.arange(len(prompts), device=self._device), last]
-
-    @torch.inference_mode()
-    def decode(self, tokens: list[int]) -> Tensor:
-        """Feed one token to every row, slot 0 first; return the next logits (N, V)."""
-        positions = self.cache.advance()
-        fed = torch.tensor(tokens, device=self._device)[:, None]
-        logits: Tensor = self._model(fed, positions, self.cache)
-        return logits[:, -1]
+            step = PackedStep(self.pages, chunks)
+            logits = self._model.forward(step.tokens, step.positions, step, step.keep)
+            return Computed(step.chunks, logits)
+        except Exception as error:  # noqa: BLE001 - becomes the rows' ending
+            if len(chunks) == 1:
+                return Computed(failed={chunks[0].sequence.request_id: error})
+            _log.exception("a step of %d rows failed; each is tried alone", len(chunks))
+        alone = [self.forward([chunk]) for chunk in chunks]
+        logits_of = [one.logits for one in alone if one.logits is not None]
+        return Computed(
+            [chunk for one in alone for chunk in one.chunks],
+            torch.cat(logits_of) if logits_of else None,
+            {name: error for one in alone for name, error in one.failed.items()},
+        )
 
     @torch.inference_mode()
-    def drop(self, slot: int) -> None:
-        """Free a slot; the last row moves into it."""
-        self.cache.drop(slot)
-
-    def clear(self) -> None:
-        """Free all slots."""
-        self.cache.clear()
+    def wipe(self, blocks: list[int]) -> None:
+        """Make blocks harmless whose numbers are not finite."""
+        self.pages.wipe(blocks)

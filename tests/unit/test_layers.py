@@ -169,10 +169,15 @@ def test_modules_import_each_other_without_a_cycle():
 
 def test_every_library_that_is_imported_is_required_by_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    texts = [*project["dependencies"], *project["optional-dependencies"]["plot"]]
+    extras = project["optional-dependencies"]
+    texts = [*project["dependencies"], *extras["plot"], *extras["hf"], *extras["serve"]]
     required = {re.match(r"[\w-]+", text).group() for text in texts}
-    distributions = {"IPython": "ipython", "zmq": "pyzmq"}
-    with_nbclient = {"jupyter_client", "jupyter_core", "nbformat", "traitlets"}
+    distributions = {
+        "IPython": "ipython",
+        "zmq": "pyzmq",
+        "prometheus_client": "prometheus-client",
+    }
+    with_others = {"jupyter_client", "jupyter_core", "nbformat", "traitlets", "pydantic", "jinja2"}
 
     used = {
         target.split(".")[0]
@@ -182,7 +187,7 @@ def test_every_library_that_is_imported_is_required_by_the_project():
     } - sys.stdlib_module_names
     used.add("cloudpickle")  # ipyparallel imports it for `use_cloudpickle`
 
-    missing = {distributions.get(name, name) for name in used - with_nbclient} - required
+    missing = {distributions.get(name, name) for name in used - with_others} - required
     assert missing - {"nbdist"} == set()
 
 

@@ -104,16 +104,17 @@ class DecoderConfig:
 class AttentionCache(Protocol):
     """Keys and values of earlier tokens, kept by whoever serves the model (rank)."""
 
-    def update(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Add the new tokens' keys and values of one layer; return all that may be attended to.
+    def attend(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Add the new tokens' keys and values of one layer; attend to all that a token may see.
 
         Args:
             layer_index: index in `DecoderLM.layers`.
+            query: (B, H, T, D), rotated.
             key: (B, H_kv, T, D), rotated.
             value: (B, H_kv, T, D).
 
         Returns:
-            key (B, H_kv, S, D), value (B, H_kv, S, D) and mask (B, 1, T, S), bool, True = attend.
+            (B, H, T, D).
         """
         ...
 
@@ -138,12 +139,12 @@ class Attention(nn.Module):
         k = self.key(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # (B, H_kv, T, D)
         v = self.value(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        mask = None
         if cache is not None:
-            k, v, mask = cache.update(self.layer_index, k, v)
-        attended = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=cache is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
+            attended = cache.attend(self.layer_index, q, k, v)
+        else:
+            attended = functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            )
         mixed: Tensor = self.output(attended.transpose(1, 2).flatten(2))
         return mixed
 
@@ -250,21 +251,24 @@ class DecoderLM(nn.Module):
         tokens: Tensor,
         positions: Tensor | None = None,
         cache: AttentionCache | None = None,
+        keep: Tensor | None = None,
     ) -> Tensor:
         """Return the logits of the next token after each token.
 
         Args:
             tokens: (B, T), long.
             positions: (B, T), long, place of each token in its row; 0 ... T-1 when None.
-            cache: attend to what it returns; without one, plain causal attention.
+            cache: attends for all layers; without one, plain causal attention.
+            keep: (K,), long, the places of a row whose logits are wanted; all when None.
 
         Returns:
-            (B, T, V).
+            (B, T, V), or (B, K, V) with `keep`.
 
         Raises:
             ValueError: more tokens than `context_length`, or a cache without positions.
         """
-        if tokens.shape[1] > self.config.context_length:
+        # with a cache, several sequences may stand in one row
+        if cache is None and tokens.shape[1] > self.config.context_length:
             raise ValueError(
                 f"tokens have shape {tuple(tokens.shape)}, but context_length="
                 f"{self.config.context_length}; pass at most that many tokens a row"
@@ -280,7 +284,7 @@ class DecoderLM(nn.Module):
         cos, sin = self._rotary(positions, x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin, cache)
-        x = self.norm(x)
+        x = self.norm(x if keep is None else x[:, keep])
         return functional.linear(x, self.embedding.weight) if self.head is None else self.head(x)
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

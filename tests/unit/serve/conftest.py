@@ -11,6 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from nbdist.serve.loopback import LoopbackRanks
 from nbdist.train.models.decoder import DecoderConfig, DecoderLM
 
+# tiny models gain nothing from a second thread, and spinning ones starve each other on busy cores
+torch.set_num_threads(1)
+
 TEXT = "the quick brown fox jumps over the lazy dog. Zażółć gęślą jaźń 👋🏽 日本語 "
 
 

@@ -10,6 +10,7 @@ import torch
 
 from nbdist.messages import GenerateRequest, Sampling
 from nbdist.serve.batcher import Batcher
+from nbdist.serve.native import NativeEngine
 
 
 class Bench:
@@ -17,11 +18,12 @@ class Bench:
 
     def __init__(self, model, tokenizer, **options) -> None:
         self.events = defaultdict(list)
+        end_token_id = options.pop("end_token_id", 0)
         self.batcher = Batcher(
-            model,
+            NativeEngine(model, **options),
             tokenizer,
             emit=lambda event: self.events[event.request_id].append(event),
-            **{"window_seconds": 0.0, "end_token_id": 0, **options},
+            end_token_id=end_token_id,
         )
 
     def submit(self, request_id: str, prompt: str, **sampling) -> None:
@@ -49,7 +51,7 @@ def bench(model, tokenizer):
     return Bench(model, tokenizer)
 
 
-@pytest.mark.parametrize("max_batch", [1, 3, 8])
+@pytest.mark.parametrize("max_batch", [3, 8])
 def test_batcher_with_mixed_lengths_and_arrivals_equals_one_at_a_time(
     model, tokenizer, greedy, prompts, max_batch
 ):

@@ -175,13 +175,49 @@ def test_replica_whose_thread_fails_ends_its_requests_and_its_name(
     assert not replica.running
 
 
+@pytest.mark.parametrize("speculation", ["ngram", "draft model"])
+def test_replica_that_guesses_ahead_gives_the_same_text(
+    model, tokenizer, one_rank, greedy, speculation
+):
+    guess = speculation if speculation == "ngram" else model
+    replica = serve(model, tokenizer, speculation=guess, port=one_rank.ports[0])
+
+    made = Router(one_rank).generate(["the fox", "the lazy dog"], **GREEDY)
+
+    assert [g.text for g in made] == [greedy.text(g.prompt, 12) for g in made]
+    assert "engine='native'" in repr(replica)
+    replica.stop()
+
+
+def test_replica_with_a_small_cache_refuses_what_can_never_fit(model, tokenizer, one_rank):
+    replica = serve(model, tokenizer, cache_tokens=32, port=one_rank.ports[0])
+    long, short = Router(one_rank).generate(["the fox " * 20, "fox"], **GREEDY)
+
+    assert "the engine's cache of 32" in long.detail
+    assert short.finish_reason == "length"
+    replica.stop()
+
+
+def test_serve_with_a_draft_model_of_another_vocabulary_is_refused(model, tokenizer, one_rank):
+    other = DecoderLM(DecoderConfig.tiny(7, context_length=96))
+
+    with pytest.raises(ValueError, match="the draft model has vocab_size=7"):
+        serve(model, tokenizer, speculation=other, port=one_rank.ports[0])
+
+
 def test_serve_outside_a_rank_says_where_to_call_it(model, tokenizer):
     with pytest.raises(ServeError, match="outside a rank"):
         serve(model, tokenizer)
 
 
 @pytest.mark.parametrize(
-    ("options", "text"), [({"max_batch": 0}, "max_batch=0"), ({"end_token": "<nope>"}, "<nope>")]
+    ("options", "text"),
+    [
+        ({"max_batch": 0}, "max_batch=0"),
+        ({"end_token": "<nope>"}, "<nope>"),
+        ({"engine": "vllm"}, "engine='vllm' is unknown"),
+        ({"speculation": "eagle"}, "'eagle' is neither"),
+    ],
 )
 def test_serve_with_a_bad_argument_names_it(model, tokenizer, one_rank, options, text):
     with pytest.raises(ValueError, match=text):

@@ -352,7 +352,7 @@ def test_every_request_ends_exactly_once_under_faults(model, tokenizer, ranks, p
     router, endings, made = Router(ranks), Endings(), []
     faults = {
         8: lambda: made[3].cancel(),  # noqa: PLW0108 - `made` is filled later
-        12: lambda: serve(model, tokenizer, max_batch=3, port=ranks.ports[1]),
+        12: lambda: replicas.append(serve(model, tokenizer, max_batch=3, port=ranks.ports[1])),
         20: lambda: ranks.lose(0),
         30: lambda: [generation.cancel() for generation in made[:25]],
     }
@@ -369,3 +369,59 @@ def test_every_request_ends_exactly_once_under_faults(model, tokenizer, ranks, p
     assert {"length", "cancelled", "error"} <= {g.finish_reason for g in made}
     for replica in replicas:
         replica.stop()
+
+
+def test_router_sends_a_known_start_to_the_replica_that_has_it_until_it_is_busy(fakes, ranks):
+    router = Router(ranks)
+    start = "the same long instructions for everyone, word by word, again. " * 8
+    first = router.submit(start + "one", max_new_tokens=1)
+    fakes[first.rank].answer(first.request_id, 1, "x", "length")
+    assert first.wait(10)
+    other = router.submit("something else", max_new_tokens=1)
+
+    again = router.submit(start + "two", max_new_tokens=90)
+    third = router.submit(start + "three", max_new_tokens=1)
+
+    assert other.rank != first.rank
+    assert again.rank == first.rank
+    assert third.rank == other.rank
+    router.close()
+
+
+def test_router_counts_work_in_tokens_not_in_requests(fakes, ranks):
+    router = Router(ranks)
+    long = router.submit("a", max_new_tokens=500)
+
+    short = [router.submit("b", max_new_tokens=5) for _ in range(3)]
+
+    assert {generation.rank for generation in short} == {1 - long.rank}
+    router.close()
+
+
+def test_router_drains_a_replica_and_uses_it_again(fakes, ranks):
+    router = Router(ranks)
+    running = router.submit("a")
+    assert not router.drain(running.rank, timeout_seconds=0.01)
+
+    assert {router.submit("b").rank for _ in range(2)} == {1 - running.rank}
+    fakes[running.rank].answer(running.request_id, 1, "x", "length")
+    assert router.drain(running.rank, timeout_seconds=10)
+    router.drain(1 - running.rank, timeout_seconds=0)
+    with pytest.raises(Overloaded, match="all replicas are being drained"):
+        router.submit("c")
+    router.undrain(running.rank)
+
+    assert router.submit("c").rank == running.rank
+    router.close()
+
+
+def test_router_stats_tell_what_each_engine_holds(router):
+    running = [router.submit("the quick", temperature=0.0, max_new_tokens=80) for _ in range(2)]
+    next(iter(running[0]))
+    stats = router.stats()
+
+    assert set(stats) == {0, 1}
+    assert all(one.capacity_bytes > 0 for one in stats.values())
+    assert sum(one.num_steps for one in stats.values()) > 0
+    for generation in running:
+        generation.cancel()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nbdist.messages import Sampling
+from nbdist.serve.engine import EngineLimits
 from nbdist.serve.request import check_prompt, check_sampling, sampling_of
 from nbdist.serve.sampling import Sampler
 
@@ -90,4 +91,7 @@ def test_sampling_of_one_stop_text_makes_a_tuple():
 )
 def test_check_prompt_that_cannot_run_says_what_to_do(ids, text):
     with pytest.raises(ValueError, match=text):
-        check_prompt(ids, context_length=8, vocab_size=50)
+        check_prompt(
+            ids,
+            EngineLimits(vocab_size=50, context_length=8, max_batch=1, capacity_tokens=99),
+        )

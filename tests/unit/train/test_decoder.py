@@ -11,22 +11,21 @@ CONFIG = DecoderConfig(
 
 
 class FakeCache:
-    """Keeps all keys and values of one row length; masks causally."""
+    """Keeps all keys and values and attends to them with a plain mask."""
 
-    def __init__(self):
-        self.layers = {}
+    def __init__(self) -> None:
+        self.kept = {}
 
-    def update(self, layer_index, key, value):
-        if layer_index in self.layers:
-            old_key, old_value = self.layers[layer_index]
-            key, value = torch.cat((old_key, key), 2), torch.cat((old_value, value), 2)
-        num_new = key.shape[2] - (
-            self.layers[layer_index][0].shape[2] if layer_index in self.layers else 0
+    def attend(self, layer_index, query, key, value):
+        old = self.kept.get(layer_index)
+        if old is not None:
+            key, value = torch.cat((old[0], key), 2), torch.cat((old[1], value), 2)
+        self.kept[layer_index] = (key, value)
+        new, seen = query.shape[2], key.shape[2]
+        mask = torch.ones(new, seen, dtype=torch.bool).tril(seen - new)
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, enable_gqa=True
         )
-        self.layers[layer_index] = key, value
-        mask = torch.ones(num_new, key.shape[2], dtype=torch.bool)
-        mask = mask.tril(key.shape[2] - num_new)
-        return key, value, mask.expand(key.shape[0], 1, -1, -1)
 
 
 @pytest.fixture
@@ -107,3 +106,11 @@ def test_forward_refuses_a_cache_without_positions(model):
 def test_config_refuses_sizes_that_do_not_fit(change, text):
     with pytest.raises(ValueError, match=text):
         DecoderConfig(**change)
+
+
+def test_keep_picks_the_places_whose_logits_are_made(model):
+    tokens = torch.arange(6)[None]
+    keep = torch.tensor([1, 5])
+
+    # another shape of the last product sums in another order
+    torch.testing.assert_close(model(tokens, keep=keep), model(tokens)[:, keep])

@@ -1,0 +1,168 @@
+"""The engines on the same traffic, one after the other in turns (anywhere; no world needed).
+
+    python benchmarks/serve.py --repeats 3 --rates 0 8 16
+
+A tiny random Llama, float32, one thread, greedy, no end token: all engines make the same tokens,
+which is checked. A rate of 0 is a burst, others are Poisson arrivals a second. The clock is the
+processor time of this process, and jumps over idle time: other load on the machine does not count.
+`reference` is static batching through transformers' `generate`: it takes what waits and runs it to
+its end. `ngram` is `native` that guesses by n-grams; greedy answers of random weights repeat
+themselves, so it is traffic that is easily guessed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, logging
+
+from nbdist.messages import Sampling
+from nbdist.serve.engine import Engine, EngineRequest
+from nbdist.serve.hugging import HuggingFaceEngine
+from nbdist.serve.native import NativeEngine
+from nbdist.serve.reference import ReferenceEngine
+from nbdist.serve.speculative import NGramProposer, Speculation
+
+
+def guessing(model: LlamaForCausalLM, **options: int) -> NativeEngine:
+    guesses = Speculation(NGramProposer(), clock=time.process_time)
+    return NativeEngine(model, speculation=guesses, clock=time.process_time, **options)
+
+
+ENGINES = {
+    "native": NativeEngine,
+    "hf": HuggingFaceEngine,
+    "reference": ReferenceEngine,
+    "ngram": guessing,
+}
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=8192,
+            hidden_size=256,
+            intermediate_size=688,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    ).eval()
+
+
+def traffic(seed: int, number: int, rate: float) -> list[tuple[float, EngineRequest]]:
+    """Prompts of 8 to 96 tokens; three of four answers have 8 to 32 tokens, the rest 64 to 128."""
+    rng = random.Random(seed)
+    at, made = 0.0, []
+    for index in range(number):
+        at += rng.expovariate(rate) if rate else 0.0
+        tokens = rng.randrange(8, 33) if rng.random() < 0.75 else rng.randrange(64, 129)
+        prompt = [rng.randrange(8192) for _ in range(rng.randrange(8, 97))]
+        sampling = Sampling(temperature=0.0, max_new_tokens=tokens)
+        request = EngineRequest(request_id=f"r{index}", prompt_ids=prompt, sampling=sampling)
+        made.append((at, request))
+    return made
+
+
+@dataclass
+class Run:
+    """Tokens, and seconds from arrival to the first token and to the last, by request."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)
+    whole: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def drive(engine: Engine, arrivals: list[tuple[float, EngineRequest]]) -> Run:
+    run, waiting, now = Run(), list(arrivals), 0.0
+    came = {request.request_id: at for at, request in arrivals}
+    while waiting or engine.num_requests:
+        if not engine.num_requests and waiting[0][0] > now:
+            now = waiting[0][0]
+        began = time.process_time()
+        while waiting and waiting[0][0] <= now:
+            engine.submit(waiting.pop(0)[1])
+        outputs = engine.step()
+        now += time.process_time() - began
+        for output in outputs:
+            name = output.request_id
+            run.tokens.setdefault(name, []).extend(output.token_ids)
+            run.first.setdefault(name, now - came[name])
+            run.whole[name] = now - came[name]
+    run.seconds = now
+    return run
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def figures(run: Run) -> dict[str, float]:
+    made = sum(len(tokens) for tokens in run.tokens.values())
+    return {
+        "tokens/s": made / run.seconds,
+        "P50 ms": percentile(list(run.whole.values()), 0.5) * 1000,
+        "P95 ms": percentile(list(run.whole.values()), 0.95) * 1000,
+        "P99 ms": percentile(list(run.whole.values()), 0.99) * 1000,
+        "first token P50 ms": percentile(list(run.first.values()), 0.5) * 1000,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--max-batch", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 8.0, 16.0])
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES)[:3], choices=list(ENGINES))
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    options = {"max_batch": args.max_batch, "max_waiting": args.requests}
+    seen: dict[float, dict[str, list[dict[str, float]]]] = {}
+    for repeat in range(args.repeats):
+        for rate in args.rates:
+            tokens = {}
+            for name in args.engines:
+                engine = ENGINES[name](tiny_llama(), **options)
+                drive(engine, traffic(99, 4, 0))  # warm up
+                run = drive(engine, traffic(repeat, args.requests, rate))
+                engine.close()
+                tokens[name] = run.tokens
+                seen.setdefault(rate, {}).setdefault(name, []).append(figures(run))
+            assert all(made == tokens[args.engines[0]] for made in tokens.values()), "tokens differ"
+    medians = {
+        rate: {
+            name: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+            for name, runs in by_name.items()
+        }
+        for rate, by_name in seen.items()
+    }
+    if args.json:
+        print(json.dumps(medians))
+        return
+    for rate, by_name in medians.items():
+        print(f"\n{args.requests} requests, {'a burst' if not rate else f'{rate:g} a second'}")
+        for name, values in by_name.items():
+            print(f"{name:>10}  " + "  ".join(f"{k} {v:.0f}" for k, v in values.items()))
+
+
+if __name__ == "__main__":
+    main()
