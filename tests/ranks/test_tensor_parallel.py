@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
 from nbdist.testing import run_ranks
@@ -158,7 +159,11 @@ def _refused(rank):
             torch.zeros(1, 3, dtype=torch.long)
         ),
     }
-    texts = {}
+    of_one_axis = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))  # as cells find it
+    texts = {"one axis": type(parallelize(_Own(), of_one_axis)).__name__}
+    asked["axes"] = lambda: parallelize(
+        _Own(), init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
+    )
     for name, ask in asked.items():
         try:
             ask()
@@ -180,6 +185,8 @@ def test_what_cannot_be_cut_is_refused_with_what_to_set():
         "no tp": "the mesh has tp=1; set MeshConfig(tp=...)",
         "ddp": 'strategy="ddp" was asked for on a mesh with tp=2',
         "strategy": "strategy='zero4' is unknown",
+        "axes": "a mesh with the axes ('model',)",
+        "one axis": "FSDP_Own",
         "rows": "rows of 3 tokens cannot be cut evenly over tp=2",
     }
     for texts in run_ranks(_refused, 2):

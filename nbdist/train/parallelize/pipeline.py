@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from nbdist.train.mesh import Axis, axis_rank, axis_size
 from nbdist.train.parallelize.cutting import balance, costs_of, keep_units, stage_module, units_of
@@ -119,7 +117,6 @@ class Pipeline:
         self._mesh = mesh[Axis.PP]
         self._place = axis_rank(mesh, Axis.PP)
         self._device = torch.device(mesh.device_type)
-        self._model = model
         parts = {index: part for index, part in enumerate(stages.parts) if self.owns(index)}
         if sharding is not None:
             # a stage runs once a micro-batch: freeing its weights each time would gather them again
@@ -196,6 +193,13 @@ class Pipeline:
         return torch.stack([loss.detach() for loss in losses]).sum()
 
     def _schedule(self, inputs: Tensor, loss_fn: Callable[..., Tensor]) -> Any:
+        # imports the compiler: a second
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import (
+            PipelineScheduleSingle,
+            get_schedule_class,
+        )
+
         key = (tuple(inputs.shape), inputs.dtype, loss_fn)
         if key not in self._schedules:  # torch's stages keep the shapes they saw first
             config, count = self.stages.config, len(self.stages.parts)
