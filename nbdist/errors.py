@@ -21,6 +21,7 @@ __all__ = [
     "CollectiveMismatchError",
     "CollectiveSubsetError",
     "CheckpointError",
+    "NonFiniteError",
     "ServeError",
     "Overloaded",
 ]
@@ -136,6 +137,10 @@ class RemoteCellError(NbdistError):
 
 class CheckpointError(NbdistError):
     """A checkpoint cannot be saved, found, verified or loaded."""
+
+
+class NonFiniteError(NbdistError):
+    """A layer returned NaN or infinity; the text names it and its rank."""
 
 
 class CellSyntaxError(NbdistError):

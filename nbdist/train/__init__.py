@@ -6,19 +6,22 @@ from nbdist.train.data import TextData, build_tokenizer, shakespeare
 from nbdist.train.manifest import latest, list_checkpoints
 from nbdist.train.mesh import MeshConfig, build_mesh
 from nbdist.train.metrics import StepRecord, TrainHistory
-from nbdist.train.models import DecoderConfig, DecoderLM
-from nbdist.train.parallelize import parallelize
+from nbdist.train.models import DecoderConfig, DecoderLM, MixtureOfExperts
+from nbdist.train.parallelize import PipelineConfig, parallelize, schedule_grid
 from nbdist.train.trainer import Trainer
 
 __all__ = [
     "DecoderConfig",
     "DecoderLM",
+    "MixtureOfExperts",
     "TextData",
     "build_tokenizer",
     "shakespeare",
     "MeshConfig",
     "build_mesh",
     "parallelize",
+    "PipelineConfig",
+    "schedule_grid",
     "TrainConfig",
     "Trainer",
     "TrainHistory",

@@ -110,6 +110,7 @@ def save(
     with _together(what):
         partial.mkdir(parents=True, exist_ok=True)
     state, optimizer_state = get_state_dict(model, optimizer)
+    _join_groups(optimizer_state)
     with _together(what):
         state_dict_saver.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=partial)
         write_text(partial / f"rng-{rank}.json", json.dumps(rng_state()))
@@ -153,7 +154,7 @@ def load(
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     reader = FileSystemReader(path)
-    _check_same_tensors(path, weights, reader.read_metadata())
+    _check_same_tensors(path, _shapes_of_all_ranks(weights), reader.read_metadata())
     try:
         with warnings.catch_warnings():
             # loading without a group is what such a caller wants
@@ -177,13 +178,33 @@ def read_rng(path: str | Path, rank: int) -> dict[str, Any]:
     return state
 
 
-def _check_same_tensors(path: Path, weights: dict[str, Any], metadata: Metadata) -> None:
+def _join_groups(optimizer_state: dict[str, Any]) -> None:
+    """Join the groups of ranks that hold different weights (pipeline), by their settings."""
+    everyone: list[list[dict[str, Any]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, optimizer_state["param_groups"])
+    joined: dict[str, dict[str, Any]] = {}
+    for group in (group for theirs in everyone for group in theirs):
+        settings = repr(sorted((key, value) for key, value in group.items() if key != "params"))
+        known = joined.setdefault(settings, group | {"params": []})
+        known["params"] += [name for name in group["params"] if name not in known["params"]]
+    optimizer_state["param_groups"] = list(joined.values())
+
+
+def _shapes_of_all_ranks(weights: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    mine = {name: tuple(getattr(value, "shape", ())) for name, value in weights.items()}
+    if not dist.is_initialized():
+        return mine
+    everyone: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {name: shape for theirs in everyone for name, shape in theirs.items()}
+
+
+def _check_same_tensors(path: Path, wanted: dict[str, tuple[int, ...]], metadata: Metadata) -> None:
     saved = {
         name.removeprefix("model."): tuple(getattr(entry, "size", ()))
         for name, entry in metadata.state_dict_metadata.items()
         if name.startswith("model.")
     }
-    wanted = {name: tuple(getattr(value, "shape", ())) for name, value in weights.items()}
     differing = [
         f"`{name}` (checkpoint {saved.get(name, 'none')}, model {wanted.get(name, 'none')})"
         for name in sorted(saved.keys() | wanted.keys())

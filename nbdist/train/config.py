@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import functional
 
+from nbdist.train.precision import AUTOCAST
+
 if TYPE_CHECKING:
     from nbdist.train.checkpoint import CheckpointConfig
 
@@ -38,12 +40,18 @@ class TrainConfig:
     Attributes:
         num_steps: optimizer steps of the whole run, resumed parts included.
         global_batch_size: rows a step, over all ranks.
+        accumulation_steps: micro-batches that a rank's rows are cut into; the ranks exchange
+            gradients once a step.
         learning_rate: at its peak, after the warm-up.
         warmup_steps: steps over which the learning rate rises from near 0.
         final_learning_rate_fraction: what a half cosine leaves of the peak at the last step.
         weight_decay: AdamW's (arXiv 1711.05101), on weights with two or more dimensions.
         betas: AdamW's.
         clip_norm: most norm of the whole gradient; infinity leaves it as it is.
+        autocast_dtype: "bfloat16" or "float16" for matrix products; the weights keep their dtype.
+            float16 gradients are scaled, and steps with an infinite one are left out.
+        detect_anomaly: look for NaN and infinity in every layer, and name the layer and rank.
+        deterministic: only operators that give the same result every time.
         seed: of the random generators; each rank draws its own numbers.
         eval_every: steps between passes over the validation split; None never evaluates.
         checkpoint: where and how often to save; None never saves.
@@ -52,24 +60,34 @@ class TrainConfig:
 
     num_steps: int
     global_batch_size: int = 16
+    accumulation_steps: int = 1
     learning_rate: float = 3e-3
     warmup_steps: int = 20
     final_learning_rate_fraction: float = 0.1
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     clip_norm: float = 1.0
+    autocast_dtype: str | None = None
+    detect_anomaly: bool = False
+    deterministic: bool = False
     seed: int = 0
     eval_every: int | None = None
     checkpoint: CheckpointConfig | None = None
     loss_fn: LossFn = next_token_loss
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "global_batch_size", "learning_rate", "clip_norm"):
+        positive = ("num_steps", "global_batch_size", "accumulation_steps")
+        for name in (*positive, "learning_rate", "clip_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} is not above 0; set {name} > 0")
         for name in ("warmup_steps", "weight_decay", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is below 0; set {name} >= 0")
+        if self.autocast_dtype not in (None, *AUTOCAST):
+            raise ValueError(
+                f"autocast_dtype={self.autocast_dtype!r} is none of {', '.join(AUTOCAST)}; set one "
+                "of them by name, or None"
+            )
         if self.eval_every is not None and self.eval_every < 1:
             raise ValueError(
                 f"eval_every={self.eval_every} is below 1; set eval_every=None never to evaluate"

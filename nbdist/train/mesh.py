@@ -5,40 +5,64 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nbdist.errors import NoWorldError
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["Axis", "MeshConfig", "build_mesh", "data_parallel_mesh", "data_parallel_place"]
+__all__ = [
+    "Axis",
+    "MeshConfig",
+    "axis_rank",
+    "axis_size",
+    "build_mesh",
+    "data_parallel_mesh",
+    "data_parallel_place",
+    "degrees_of",
+]
 
 
 class Axis(StrEnum):
     """Names of the mesh axes, slowest link first: neighbours on the last axis talk most."""
 
+    PP = "pp"
+    """Ranks that hold layers one after another (pipeline)."""
     DP_REPLICATE = "dp_replicate"
     """Ranks with the same shard; gradients are averaged over it."""
     DP_SHARD = "dp_shard"
     """Ranks that together hold one replica (FSDP)."""
+    CP = "cp"
+    """Ranks that hold parts of the same rows' tokens (context parallel)."""
+    EP = "ep"
+    """Ranks that hold different experts; each sees rows of its own, as on `dp_shard`."""
+    TP = "tp"
+    """Ranks that hold parts of the same layers (tensor parallel)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshConfig:
     """Number of ranks on each axis. One axis may be -1: it takes what the others leave.
 
+    The degrees multiply to the number of ranks. Rows of a batch are dealt over `dp_replicate`,
+    `dp_shard` and `ep`; ranks that differ on `cp`, `tp` or `pp` only see the same rows.
+
     Attributes:
         dp_replicate: replicas of the model.
         dp_shard: ranks that share one replica.
+        tp: ranks that share each large layer.
+        pp: groups of layers, one after another.
+        cp: ranks that share the tokens of a row.
+        ep: ranks that share the experts of a mixture-of-experts layer.
     """
 
     dp_replicate: int = 1
     dp_shard: int = -1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
         given = {str(axis): getattr(self, axis) for axis in Axis}
@@ -92,18 +116,57 @@ def build_mesh(config: MeshConfig | None = None) -> DeviceMesh:
     )
 
 
-def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of a mesh that FSDP needs: without `dp_replicate` where that is 1.
+def axis_size(mesh: DeviceMesh, axis: str) -> int:
+    """Return the number of ranks on an axis; 1 when the mesh has no such axis."""
+    return mesh[axis].size() if axis in (mesh.mesh_dim_names or ()) else 1
 
-    An axis of size 1 would cost a collective a step.
+
+def axis_rank(mesh: DeviceMesh, axis: str) -> int:
+    """Return this rank's place on an axis; 0 when the mesh has no such axis."""
+    return mesh.get_local_rank(axis) if axis in (mesh.mesh_dim_names or ()) else 0
+
+
+def degrees_of(mesh: DeviceMesh) -> dict[str, int]:
+    """Return the number of ranks of each axis that has more than one."""
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+    return {axis: size for axis, size in sizes if size > 1}
+
+
+def data_parallel_mesh(mesh: DeviceMesh, *, expert: bool = False) -> DeviceMesh | None:
+    """Return the part of a mesh over which weights are sharded and gradients averaged.
+
+    Its last axis shards; an axis before it replicates. Axes of size 1 are left out: each would
+    cost a collective a step. None when one rank is left. Collective over: the default group.
+
+    Args:
+        mesh: from `build_mesh`.
+        expert: for the weights of experts, which differ along `ep`.
     """
-    if mesh[Axis.DP_REPLICATE].size() == 1:
-        return mesh[Axis.DP_SHARD]
-    return mesh[Axis.DP_REPLICATE, Axis.DP_SHARD]
+    shards = tuple(
+        str(axis)
+        for axis in (Axis.DP_SHARD, Axis.CP, Axis.EP)
+        if axis_size(mesh, axis) > 1 and not (expert and axis is Axis.EP)
+    )
+    replicated = axis_size(mesh, Axis.DP_REPLICATE) > 1
+    if not shards and not replicated:
+        return None
+    if len(shards) > 1:
+        shard = _flattened(mesh, shards)
+    else:
+        shard = mesh[shards[0] if shards else Axis.DP_SHARD]
+    if not replicated:
+        return shard
+    return DeviceMesh._concatenate([mesh[Axis.DP_REPLICATE], shard])
+
+
+def _flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    return mesh[axes]._flatten("_".join(axes))
 
 
 def data_parallel_place(mesh: DeviceMesh) -> tuple[int, int]:
     """Return this rank's place among the ranks that see different rows, and their number."""
-    replica, num_replicas = mesh.get_local_rank(Axis.DP_REPLICATE), mesh[Axis.DP_REPLICATE].size()
-    shard, num_shards = mesh.get_local_rank(Axis.DP_SHARD), mesh[Axis.DP_SHARD].size()
-    return replica * num_shards + shard, num_replicas * num_shards
+    place, number = 0, 1
+    for axis in (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.EP):
+        size = axis_size(mesh, axis)
+        place, number = place * size + axis_rank(mesh, axis), number * size
+    return place, number

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-__all__ = ["ProgressLine", "StepRecord", "TrainHistory"]
+__all__ = ["ProgressLine", "StepRecord", "TrainHistory", "shown_figure"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,25 +78,7 @@ class TrainHistory:
         Raises:
             ImportError: matplotlib is not installed; the text names the command.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "`TrainHistory.plot` needs matplotlib, which is not installed; run: "
-                'pip install "nbdist[plot]"'
-            ) from error
-
-        class ShownFigure(Figure):
-            """A figure that shows itself without pyplot, which keeps a global list of figures."""
-
-            def _repr_png_(self) -> bytes:
-                from io import BytesIO
-
-                image = BytesIO()
-                self.savefig(image, format="png")
-                return image.getvalue()
-
-        figure = ShownFigure(figsize=(6, 3.5), layout="constrained")
+        figure = shown_figure("TrainHistory.plot", figsize=(6, 3.5))
         axes = figure.subplots()
         axes.plot([record.step for record in self.records], self.losses, label="training")
         evaluated = {
@@ -110,6 +92,36 @@ class TrainHistory:
         axes.set_xlabel("step")
         axes.set_ylabel("loss")
         return figure
+
+
+def shown_figure(asked: str, *, figsize: tuple[float, float]) -> Figure:
+    """Return an empty figure that shows itself in a notebook.
+
+    Args:
+        asked: what needs it, for the error.
+        figsize: in inches.
+
+    Raises:
+        ImportError: matplotlib is not installed; the text names the command.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f'`{asked}` needs matplotlib, which is not installed; run: pip install "nbdist[plot]"'
+        ) from error
+
+    class ShownFigure(Figure):
+        """A figure that shows itself without pyplot, which keeps a global list of figures."""
+
+        def _repr_png_(self) -> bytes:
+            from io import BytesIO
+
+            image = BytesIO()
+            self.savefig(image, format="png")
+            return image.getvalue()
+
+    return ShownFigure(figsize=figsize, layout="constrained")
 
 
 class _Bar(tqdm):  # type: ignore[misc] # tqdm has no types

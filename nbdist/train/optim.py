@@ -9,13 +9,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from nbdist.train.parallelize import applied_to, loss_context, whole
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nbdist.train.config import LossFn, TrainConfig
     from nbdist.train.data import RankData
 
-__all__ = ["build_optimizer", "clip_gradients", "validation_loss"]
+__all__ = ["build_optimizer", "clip_gradients", "gradient_norm", "validation_loss"]
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
@@ -33,17 +35,52 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     )
 
 
-def clip_gradients(parameters: list[nn.Parameter], clip_norm: float) -> Tensor:
+def clip_gradients(
+    parameters: list[nn.Parameter],
+    clip_norm: float,
+    *,
+    scale: float = 1.0,
+    pipeline: dist.ProcessGroup | None = None,
+) -> Tensor:
     """Scale gradients to a norm of at most `clip_norm`; return the norm they had, a scalar.
 
-    Collective over: the mesh of the parameters. The norm is of the whole gradient, over all
-    shards. It is summed once, where `clip_grad_norm_` of sharded weights sums it twice.
+    They are divided by `scale` first. Collective over: the meshes of the parameters, and the ranks
+    of their pipeline. The norm is of the whole gradient, over all shards; weights that lie on the
+    ranks in different ways are added up one way at a time.
     """
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    clip_grads_with_norm_(parameters, clip_norm, norm)
+    if scale != 1:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 / scale)
+    norm = gradient_norm(parameters)
+    if pipeline is not None:
+        squared = norm.square()
+        dist.all_reduce(squared, group=pipeline)
+        norm = squared.sqrt()
+    for same in _by_layout(parameters).values():
+        clip_grads_with_norm_(same, clip_norm, norm)
     return norm
+
+
+def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """Return the norm of the whole gradient, a scalar. Collective over: the parameters' meshes."""
+    norms = []
+    for same in _by_layout(parameters).values():
+        norm = get_total_norm([p.grad for p in same if p.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def _by_layout(parameters: list[nn.Parameter]) -> dict[object, list[nn.Parameter]]:
+    layouts: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None:
+            key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+            layouts.setdefault(key, []).append(parameter)
+    return layouts
 
 
 @torch.no_grad()
@@ -65,7 +102,7 @@ def validation_loss(
     try:
         for index in range(data.num_validation_batches):
             inputs, targets = (part.to(device) for part in data.validation_batch(index))
-            loss = loss_fn(model(inputs), targets)
+            loss = _loss_of(model, inputs, targets, loss_fn)
             sums.append(torch.stack((loss * len(inputs), torch.full_like(loss, len(inputs)))))
     finally:
         model.train()
@@ -73,3 +110,18 @@ def validation_loss(
     dist.all_reduce(total)
     loss_sum, num_rows = total.tolist()
     return float(loss_sum / num_rows)
+
+
+def _loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: LossFn) -> Tensor:
+    applied = applied_to(model)
+    pipeline = applied.pipeline if applied else None
+    with loss_context(model):
+        if pipeline is None:
+            return whole(loss_fn(model(inputs), targets))
+        output = pipeline.forward(inputs)
+        loss = whole(loss_fn(output, targets)) if output is not None else None
+    ranks = dist.get_process_group_ranks(pipeline.group)
+    sent = [None if loss is None else float(loss)]
+    dist.broadcast_object_list(sent, ranks[pipeline.last_place], pipeline.group)
+    assert sent[0] is not None, "the last stage has a loss"
+    return torch.tensor(sent[0], device=inputs.device, dtype=torch.float64)

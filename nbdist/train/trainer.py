@@ -12,13 +12,16 @@ import torch.distributed as dist
 
 from nbdist.errors import CheckpointError, NoWorldError
 from nbdist.train import checkpoint
+from nbdist.train.anomaly import AnomalyWatch
 from nbdist.train.autosave import save_stopped
 from nbdist.train.interrupt import StopRequest
-from nbdist.train.mesh import build_mesh, data_parallel_place
+from nbdist.train.mesh import data_parallel_place, degrees_of
 from nbdist.train.metrics import ProgressLine, StepRecord, TrainHistory
-from nbdist.train.optim import build_optimizer, clip_gradients, validation_loss
-from nbdist.train.parallelize import parallelize
+from nbdist.train.optim import build_optimizer, validation_loss
+from nbdist.train.parallelize import bare, mesh_of, parallelize
+from nbdist.train.precision import deterministic
 from nbdist.train.rng import restore_rng, seed_rng
+from nbdist.train.steps import ForwardBackward
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +40,8 @@ _log = logging.getLogger(__name__)
 class Trainer:
     """Trains a model on all ranks. Collective over: the default group, as are all its methods.
 
-    A whole model is sharded over `mesh` first; one that `parallelize` returned is taken as it is.
+    A whole model is sharded over `mesh` first; one that `parallelize` returned is taken as it is,
+    on its own mesh.
     AdamW, a learning rate that warms up and falls along a cosine, gradients clipped by the norm
     of the whole gradient.
 
@@ -45,7 +49,7 @@ class Trainer:
         model: built on every rank.
         data: equal on every rank; each takes its own rows.
         config: how to train.
-        mesh: from `build_mesh`; all ranks on `dp_shard` when None.
+        mesh: from `build_mesh`; when None, that of the model, or all ranks on `dp_shard`.
 
     Attributes:
         step: optimizer steps done.
@@ -61,7 +65,7 @@ class Trainer:
         mesh: DeviceMesh | None = None,
     ) -> None:
         self.config = config
-        self.mesh = build_mesh() if mesh is None else mesh
+        self.mesh = mesh_of(model, mesh)
         self.model = parallelize(model, self.mesh)
         self.optimizer = build_optimizer(self.model, config)
         self.step = 0
@@ -74,10 +78,12 @@ class Trainer:
             world_size=self._world_size,
         )
         self._device = torch.device(self.mesh.device_type)
+        self._forward_backward = ForwardBackward(self.model, self.mesh, config)
         self._parameters = list(self.model.parameters())
         self._group = dist.group.WORLD
         self._updating = False  # True only while weights and `step` do not belong together
         self._stop_agreed = False
+        self._watch = AnomalyWatch(self.model, enabled=config.detect_anomaly)
 
     def fit(self, *, resume: bool | Literal["auto"] = False) -> TrainHistory:
         """Train until `num_steps` steps are done, and return the history.
@@ -94,13 +100,16 @@ class Trainer:
             CheckpointError: nothing to resume from, another run's checkpoints are in the way, or
                 the ranks' weights do not belong together.
             NoWorldError: the process group of the model is gone.
+            NonFiniteError: with `detect_anomaly`, a layer returned NaN or infinity.
             KeyboardInterrupt: Ctrl-C; the trainer stays usable. The text tells the step and the
                 checkpoint.
         """
         self._begin(resume)
         shown = dist.get_rank() == 0
         total = self.config.num_steps
-        with StopRequest() as stop, ProgressLine(done=self.step, total=total, shown=shown) as line:
+        line = ProgressLine(done=self.step, total=total, shown=shown)
+        exact = deterministic(enabled=self.config.deterministic)
+        with StopRequest() as stop, line, self._watch, exact:
             while self.step < total:
                 record = self._evaluate_if_due(self._train_step(stop))
                 self.history.records.append(record)
@@ -121,13 +130,14 @@ class Trainer:
     def _train_step(self, stop: StopRequest) -> StepRecord:
         started = time.perf_counter()
         inputs, targets = self._on_device(self._data.batch(self.step))
-        loss = self.config.loss_fn(self.model(inputs), targets)
-        # share of this rank's rows: 1 unless they are dealt unevenly
-        weight = len(inputs) * self._world_size / self.config.global_batch_size
-        shared, sent = self._share(loss.detach() * (weight / self._world_size), stop)
-        (loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
-        norm = clip_gradients(self._parameters, self.config.clip_norm)
-        rate = self._update()
+        sharing: list[tuple[Tensor, dist.Work | None]] = []
+        self._forward_backward(
+            inputs, targets, lambda loss: sharing.append(self._share(loss, stop))
+        )
+        shared, sent = sharing[0]
+        self._watch.raise_together(self.step + 1)
+        norm, accepted = self._forward_backward.clip(self._parameters)
+        rate = self._update(accepted=accepted)
         if sent is not None:
             sent.wait()
         # the only wait for the device in a step
@@ -149,12 +159,13 @@ class Trainer:
         shared = torch.stack((loss, torch.full_like(loss, float(stop.asked))))
         return shared, dist.all_reduce(shared, async_op=True)
 
-    def _update(self) -> float:
+    def _update(self, *, accepted: bool) -> float:
         rate = self.config.learning_rate_at(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self._updating = True
-        self.optimizer.step()
+        if accepted:
+            self.optimizer.step()
         self.step += 1
         self._updating = False
         self.optimizer.zero_grad()
@@ -173,7 +184,7 @@ class Trainer:
         """
         where = self._checkpoint_config()
         tokenizer: Any = getattr(self._dataset, "tokenizer", None)
-        model_config = getattr(self.model, "config", None)
+        model_config = getattr(bare(self.model), "config", None)
         described = {"train": self.config.describe()}
         if dataclasses.is_dataclass(model_config) and not isinstance(model_config, type):
             described["model"] = dataclasses.asdict(model_config)
@@ -182,7 +193,7 @@ class Trainer:
             step=self.step,
             model=self.model,
             optimizer=self.optimizer,
-            mesh=dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)),
+            mesh=degrees_of(self.mesh),
             loss=self.history.losses[-1] if self.history.records else None,
             config=described,
             tokenizer_json=tokenizer.to_str() if hasattr(tokenizer, "to_str") else None,

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nbdist.train.models.moe import MixtureOfExperts
+
 __all__ = ["AttentionCache", "DecoderConfig", "DecoderLM"]
 
 
@@ -33,6 +35,10 @@ class DecoderConfig:
         tie_embeddings: use the embedding as output projection.
         rope_theta: base of the rotary angles (RoFormer, arXiv 2104.09864).
         norm_eps: added to the mean square in RMSNorm.
+        num_experts: experts of each feed-forward part; 0 for a dense one.
+        experts_per_token: of `MixtureOfExperts`, as are the two below.
+        capacity_factor: None drops nothing.
+        balance_weight: of the load-balance loss.
     """
 
     vocab_size: int
@@ -45,6 +51,10 @@ class DecoderConfig:
     tie_embeddings: bool = True
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    num_experts: int = 0
+    experts_per_token: int = 2
+    capacity_factor: float | None = None
+    balance_weight: float = 0.01
 
     def __post_init__(self) -> None:
         names = ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "hidden_size")
@@ -161,13 +171,24 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.attention = Attention(config, layer_index)
         self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.ffn = FeedForward(config)
+        self.ffn = FeedForward(config) if config.num_experts == 0 else _experts(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: AttentionCache | None) -> Tensor:
         """Map (B, T, C) to (B, T, C)."""
         x = x + self.attention(self.attention_norm(x), cos, sin, cache)
         ended: Tensor = x + self.ffn(self.ffn_norm(x))
         return ended
+
+
+def _experts(config: DecoderConfig) -> MixtureOfExperts:
+    return MixtureOfExperts(
+        config.hidden_size,
+        config.ffn_size,
+        config.num_experts,
+        experts_per_token=config.experts_per_token,
+        capacity_factor=config.capacity_factor,
+        balance_weight=config.balance_weight,
+    )
 
 
 class DecoderLM(nn.Module):
@@ -216,7 +237,11 @@ class DecoderLM(nn.Module):
                 if parameter.dim() == 1:
                     parameter.fill_(1.0)
                     continue
-                std = residual_std if name.endswith(("output.weight", "down.weight")) else 0.02
+                std = (
+                    residual_std
+                    if name.endswith(("output.weight", "down.weight", ".down"))
+                    else 0.02
+                )
                 drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
                 parameter.copy_(drawn.normal_(0.0, std, generator=generator))
 

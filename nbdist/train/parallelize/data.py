@@ -1,99 +1,133 @@
-"""Data parallelism with sharded weights: FSDP2, and HSDP where there are replicas (ranks)."""
+"""Data parallelism: DDP, FSDP2 as ZeRO 1 to 3, and HSDP where there are replicas (ranks)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from nbdist.train.mesh import data_parallel_mesh
+from nbdist.train.mesh import Axis, axis_size, data_parallel_mesh
+from nbdist.train.parallelize.record import Strategy, applied_to
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["parallelize"]
+__all__ = [
+    "blocks",
+    "check_strategy",
+    "last_micro_batch",
+    "recompute_blocks",
+    "sharding_of",
+    "spread_data",
+]
+
+_BUCKET_MEGABYTES = 25  # DDP's own default, named so that it can be found
 
 
-def parallelize(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    param_dtype: torch.dtype | None = None,
-    reshard_after_forward: bool = True,
-) -> nn.Module:
-    """Shard a model's weights, gradients and optimizer state. Collective over: all ranks.
+class Sharding(TypedDict):
+    """Arguments of `fully_shard`."""
 
-    Any module works: the blocks of its largest `ModuleList` become one group of weights each,
-    the rest is one more. All ranks start from rank 0's weights. A model that is sharded already
-    is returned as it is.
+    mesh: DeviceMesh
+    reshard_after_forward: bool
+    mp_policy: MixedPrecisionPolicy
+    ignored_params: set[nn.Parameter]
 
-    Args:
-        model: the whole model, equally built on every rank; it is changed in place.
-        mesh: from `build_mesh`.
-        param_dtype: dtype of forward and backward, such as `torch.bfloat16`; the weights that
-            the optimizer changes, and gradient sums, keep theirs.
-        reshard_after_forward: free gathered weights between forward and backward; False spends
-            memory to save a collective a block.
 
-    Raises:
-        ValueError: the ranks built different models, or a model without memory (meta device).
-    """
-    if isinstance(model, FSDPModule):
-        return model
-    _check_materialized(model)
-    model.to(mesh.device_type)
-    _check_equal_on_ranks(model)
-    _copy_from_rank_zero(model)
-    policy = MixedPrecisionPolicy(
-        param_dtype=param_dtype, reduce_dtype=torch.float32 if param_dtype else None
-    )
+def sharding_of(
+    mesh: DeviceMesh, strategy: Strategy, param_dtype: torch.dtype | None
+) -> Sharding | None:
+    """Return how FSDP shards; None where one rank holds all. Collective over: the default group."""
     axes = data_parallel_mesh(mesh)
-    for module in (*_blocks(model), model):  # inner first: the root takes what is left
-        fully_shard(
-            module, mesh=axes, reshard_after_forward=reshard_after_forward, mp_policy=policy
-        )
+    if axes is None and param_dtype is None and mesh.size() > 1:
+        return None
+    return {
+        "mesh": axes or mesh[Axis.DP_SHARD],
+        "reshard_after_forward": strategy == "zero3",
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=param_dtype, reduce_dtype=torch.float32 if param_dtype else None
+        ),
+        "ignored_params": set(),
+    }
+
+
+def spread_data(model: nn.Module, mesh: DeviceMesh, sharding: Sharding | None) -> nn.Module:
+    """Return the model with its data-parallel axes at work; without sharding, in DDP."""
+    if sharding is None:
+        return _ddp(model, data_parallel_mesh(mesh))
+    for module in (*blocks(model), model):  # inner first: the root takes what is left
+        fully_shard(module, **sharding)
     return model
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def recompute_blocks(model: nn.Module) -> None:
+    """Let every block keep its inputs only, and compute the rest again in backward; in place."""
+    for block in blocks(model):
+        # an attribute of the block: a wrapper module would change the names of its weights
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _ddp(model: nn.Module, axes: DeviceMesh | None) -> nn.Module:
+    if axes is None:
+        return model
+    flat = axes if axes.ndim == 1 else axes._flatten("ddp")
+    return DistributedDataParallel(
+        model,
+        process_group=flat.get_group(),
+        bucket_cap_mb=_BUCKET_MEGABYTES,
+        gradient_as_bucket_view=True,
+    )
+
+
+def check_strategy(strategy: Strategy, mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:
+    """Refuse what a strategy cannot do, before any rank is touched."""
+    if strategy not in ("ddp", "zero1", "zero2", "zero3"):
+        raise ValueError(
+            f'strategy={strategy!r} is unknown; set "ddp", "zero1", "zero2" or "zero3"'
+        )
+    if strategy != "ddp":
+        return
+    others = {a: n for a in (Axis.TP, Axis.PP, Axis.EP, Axis.CP) if (n := axis_size(mesh, a)) > 1}
+    if others:
+        named = ", ".join(f"{axis}={size}" for axis, size in others.items())
+        raise ValueError(
+            f'strategy="ddp" was asked for on a mesh with {named}: DDP knows whole weights only; '
+            'leave strategy out and set dp_replicate for replicas, or use "zero1"'
+        )
+    if param_dtype is not None:
+        raise ValueError(
+            f'strategy="ddp" was asked for with param_dtype={param_dtype}: DDP computes in the '
+            'weights\' own dtype; set TrainConfig(autocast_dtype=...), or strategy="zero1"'
+        )
+
+
+def last_micro_batch(model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
+    """Return a context for one micro-batch: gradients are reduced over the ranks in the last only.
+
+    With `strategy="zero2"` they are reduced in each: its ranks never hold whole gradients.
+    """
+    applied = applied_to(model)
+    if isinstance(model, DistributedDataParallel):
+        return nullcontext() if is_last else model.no_sync()
+    if isinstance(model, FSDPModule):
+        strategy = applied.strategy if applied else "zero3"
+        model.set_requires_gradient_sync(is_last or strategy == "zero2")
+        if strategy != "zero3":  # the weights do not change between micro-batches
+            model.set_reshard_after_backward(is_last)
+    return nullcontext()
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated layers of a model: the members of its largest `ModuleList`."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     # `max` keeps the first of equals, and `modules` goes from the outside in
     largest = max(lists, key=lambda found: sum(p.numel() for p in found.parameters()), default=())
     containers = (nn.ModuleList, nn.ModuleDict)  # without forward: nothing to hook
     return [block for block in largest if not isinstance(block, containers)]
-
-
-def _check_materialized(model: nn.Module) -> None:
-    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if on_meta:
-        raise ValueError(
-            f"{type(model).__name__} has {len(on_meta)} parameters without memory (first: "
-            f"`{on_meta[0]}`): it was built on the meta device; call model.to_empty(device=...) "
-            "and model.reset_parameters() first"
-        )
-
-
-def _check_equal_on_ranks(model: nn.Module) -> None:
-    mine = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict().items()]
-    everyone: list[list[tuple[str, tuple[int, ...], str]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for rank, theirs in enumerate(everyone):
-        if theirs == everyone[0]:
-            continue
-        first = next((a for a, b in zip(theirs, everyone[0], strict=False) if a != b), None)
-        raise ValueError(
-            f"ranks built different models: rank 0 has {len(everyone[0])} tensors, rank {rank} "
-            f"has {len(theirs)}; first difference on rank {rank}: {first}; build the model from "
-            "the same configuration on every rank"
-        )
-
-
-def _copy_from_rank_zero(model: nn.Module) -> None:
-    tensors = [*model.parameters(), *model.buffers()]
-    pending = [dist.broadcast(tensor.detach(), 0, async_op=True) for tensor in tensors]
-    for work in pending:
-        if work is not None:
-            work.wait()

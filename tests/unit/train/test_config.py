@@ -27,6 +27,8 @@ def test_learning_rate_warms_up_and_falls_along_a_cosine():
         ({"num_steps": 5, "clip_norm": 0.0}, "set clip_norm > 0"),
         ({"num_steps": 5, "weight_decay": -1.0}, "set weight_decay >= 0"),
         ({"num_steps": 5, "eval_every": 0}, "set eval_every=None"),
+        ({"num_steps": 5, "accumulation_steps": 0}, "set accumulation_steps > 0"),
+        ({"num_steps": 5, "autocast_dtype": "float8"}, "none of bfloat16, float16"),
     ],
 )
 def test_config_refuses_values_out_of_range(change, text):
