@@ -1,13 +1,13 @@
 """Sharded training (ranks): mesh, data, trainer, checkpoints; knows no notebook."""
 
-from nbdist.train.checkpoint import CheckpointConfig
 from nbdist.train.config import TrainConfig, next_token_loss
 from nbdist.train.data import TextData, build_tokenizer, shakespeare
-from nbdist.train.manifest import latest, list_checkpoints
+from nbdist.train.manifest import latest, list_checkpoints, verify
 from nbdist.train.mesh import MeshConfig, build_mesh
 from nbdist.train.metrics import StepRecord, TrainHistory
 from nbdist.train.models import DecoderConfig, DecoderLM, MixtureOfExperts
 from nbdist.train.parallelize import PipelineConfig, parallelize, schedule_grid
+from nbdist.train.saving import CheckpointConfig
 from nbdist.train.trainer import Trainer
 
 __all__ = [
@@ -30,4 +30,5 @@ __all__ = [
     "CheckpointConfig",
     "latest",
     "list_checkpoints",
+    "verify",
 ]

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ from torch.distributed.checkpoint.state_dict import (
 from nbdist.errors import CheckpointError
 from nbdist.train.manifest import (
     Manifest,
+    check_digests,
+    digests,
     latest,
     list_checkpoints,
     publish,
@@ -46,43 +49,43 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 __all__ = [
-    "CheckpointConfig",
     "Manifest",
+    "Snapshot",
     "latest",
     "list_checkpoints",
     "load",
     "read_rng",
-    "save",
+    "take",
+    "write",
 ]
 
 _TOKENIZER = "tokenizer.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointConfig:
-    """Where and how often to save.
+@dataclass(slots=True, kw_only=True)
+class Snapshot:
+    """All that one checkpoint will hold of this rank, from `take`, for `write`.
 
     Attributes:
-        directory: seen by all ranks; made if missing.
-        every_steps: steps between saves; the end of a run is saved too.
-        keep_last: checkpoints kept; older ones are deleted after a save.
-        save_on_stop: save the step after which Ctrl-C has stopped `Trainer.fit`, too.
+        final: where the checkpoint will be.
+        state: of the model and the optimizer.
+        rng: random states of this rank.
+        manifest: without its files.
+        tokenizer_json: for serving; None for none.
+        keep_last: checkpoints kept; None keeps all.
+        keep_every: checkpoints of these steps are kept for good.
     """
 
-    directory: str | Path
-    every_steps: int
-    keep_last: int = 3
-    save_on_stop: bool = True
-
-    def __post_init__(self) -> None:
-        if self.every_steps < 1 or self.keep_last < 1:
-            raise ValueError(
-                f"CheckpointConfig got every_steps={self.every_steps}, keep_last="
-                f"{self.keep_last}; set both >= 1"
-            )
+    final: Path
+    state: dict[str, Any]
+    rng: dict[str, Any]
+    manifest: Manifest
+    tokenizer_json: str | None
+    keep_last: int | None
+    keep_every: int | None
 
 
-def save(
+def take(
     directory: str | Path,
     *,
     step: int,
@@ -93,41 +96,66 @@ def save(
     config: dict[str, Any] | None = None,
     tokenizer_json: str | None = None,
     keep_last: int | None = None,
-) -> Path:
-    """Write one checkpoint and return its path. Collective over: the default group.
+    keep_every: int | None = None,
+) -> Snapshot:
+    """Collect what a checkpoint holds. Collective over: the default group.
 
-    Holds the weights, the optimizer's state, each rank's random state and the tokenizer.
+    Holds the weights and the optimizer's state, by reference; each rank's random states; the
+    tokenizer.
+    """
+    state, optimizer_state = get_state_dict(model, optimizer)
+    _join_groups(optimizer_state)
+    return Snapshot(
+        final=Path(directory) / f"step-{step:08d}",
+        state={"model": state, "optimizer": optimizer_state},
+        rng=rng_state(),
+        manifest=Manifest(
+            step=step,
+            world_size=dist.get_world_size(),
+            mesh=mesh,
+            torch_version=str(torch.__version__),
+            loss=loss,
+            seconds=time.time(),
+            config=config or {},
+        ),
+        tokenizer_json=tokenizer_json,
+        keep_last=keep_last,
+        keep_every=keep_every,
+    )
+
+
+def write(snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
+    """Write one checkpoint and return its path. Collective over: `group`, of all ranks.
 
     Raises:
         CheckpointError: a rank could not write; the checkpoints before it are untouched.
     """
-    final = Path(directory) / f"step-{step:08d}"
-    rank = dist.get_rank()
+    final, rank = snapshot.final, dist.get_rank()
     names = [f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"]
-    dist.broadcast_object_list(names, src=0)
+    dist.broadcast_object_list(names, src=0, group=group)
     partial = final.with_name(names[0])
-    what = f"checkpoint of step {step} was not saved to {final}"
-    with _together(what):
+    what = f"checkpoint of step {snapshot.manifest.step} was not saved to {final}"
+    with _together(what, group):
         partial.mkdir(parents=True, exist_ok=True)
-    state, optimizer_state = get_state_dict(model, optimizer)
-    _join_groups(optimizer_state)
-    with _together(what):
-        state_dict_saver.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=partial)
-        write_text(partial / f"rng-{rank}.json", json.dumps(rng_state()))
-        if rank == 0 and tokenizer_json is not None:
-            write_text(partial / _TOKENIZER, tokenizer_json)
-    with _together(what):
+    with _together(what, group):
+        state_dict_saver.save(snapshot.state, checkpoint_id=partial, process_group=group)
+        write_text(partial / f"rng-{rank}.json", json.dumps(snapshot.rng))
+        if rank == 0 and snapshot.tokenizer_json is not None:
+            write_text(partial / _TOKENIZER, snapshot.tokenizer_json)
+    sums: dict[str, str] = {}
+    with _together(what, group):
+        sums = digests(path for path in partial.iterdir() if _writer_of(path.name) == rank)
+    everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, sums, group=group)
+    with _together(what, group):
         if rank == 0:
-            manifest = Manifest(
-                step=step,
-                world_size=dist.get_world_size(),
-                mesh=mesh,
-                torch_version=str(torch.__version__),
-                loss=loss,
-                seconds=time.time(),
-                config=config or {},
+            publish(
+                partial,
+                final,
+                replace(snapshot.manifest, sha256={k: v for d in everyone for k, v in d.items()}),
+                keep_last=snapshot.keep_last,
+                keep_every=snapshot.keep_every,
             )
-            publish(partial, final, manifest, keep_last=keep_last)
     return final
 
 
@@ -145,10 +173,11 @@ def load(
         optimizer: gets its state, if given.
 
     Raises:
-        CheckpointError: the checkpoint is missing, incomplete, or of another model.
+        CheckpointError: the checkpoint is missing, incomplete, damaged, or of another model.
     """
     path = Path(path)
     manifest = read_manifest(path)
+    _verify_together(path, manifest)
     weights = get_model_state_dict(model)
     state: dict[str, Any] = {"model": weights}
     if optimizer is not None:
@@ -217,8 +246,31 @@ def _check_same_tensors(path: Path, wanted: dict[str, tuple[int, ...]], metadata
         )
 
 
+def _writer_of(name: str) -> int:
+    """Return the rank that has written a file: `__1_0.distcp` and `rng-1.json` are of rank 1."""
+    found = re.match(r"__(\d+)_\d+\.distcp$|rng-(\d+)\.json$", name)
+    return int(found[1] or found[2]) if found else 0
+
+
+def _verify_together(path: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError on all ranks when a file's checksum is wrong; each reads its part."""
+    if not dist.is_initialized():
+        check_digests(path, manifest, sorted(manifest.sha256))
+        return
+    problem = None
+    try:
+        mine = sorted(manifest.sha256)[dist.get_rank() :: dist.get_world_size()]
+        check_digests(path, manifest, mine)
+    except CheckpointError as error:
+        problem = error
+    problems: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, str(problem) if problem else "")
+    if found := [text for text in problems if text]:
+        raise CheckpointError(found[0]) from problem
+
+
 @contextmanager
-def _together(what: str) -> Iterator[None]:
+def _together(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """End a part of a save on all ranks alike: one rank's failure is every rank's error."""
     problem: BaseException | None = None
     try:
@@ -226,7 +278,7 @@ def _together(what: str) -> Iterator[None]:
     except (OSError, CheckpointException) as error:
         problem = error
     problems: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, f"{type(problem).__name__}: {problem}" if problem else "")
+    dist.all_gather_object(problems, _in_words(problem), group=group)
     failed = {rank: text for rank, text in enumerate(problems) if text}
     if failed:
         rank, text = next(iter(failed.items()))
@@ -234,3 +286,10 @@ def _together(what: str) -> Iterator[None]:
             f"{what}: rank {rank} met {text} ({len(failed)} of {len(problems)} ranks failed); "
             "free or mend that place and save again"
         ) from problem
+
+
+def _in_words(problem: BaseException | None) -> str:
+    """Return the cause that a user can mend: torch wraps it in a traceback of every rank."""
+    if isinstance(problem, CheckpointException) and problem.failures:
+        problem = next(iter(problem.failures.values()))[0]
+    return f"{type(problem).__name__}: {problem}" if problem else ""

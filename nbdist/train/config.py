@@ -14,7 +14,7 @@ from torch.nn import functional
 from nbdist.train.precision import AUTOCAST
 
 if TYPE_CHECKING:
-    from nbdist.train.checkpoint import CheckpointConfig
+    from nbdist.train.saving import CheckpointConfig
 
 __all__ = ["LossFn", "TrainConfig", "next_token_loss"]
 
@@ -107,9 +107,7 @@ class TrainConfig:
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         plain["loss_fn"] = getattr(self.loss_fn, "__qualname__", repr(self.loss_fn))
         if self.checkpoint is not None:
-            plain["checkpoint"] = {
-                "directory": str(self.checkpoint.directory),
-                "every_steps": self.checkpoint.every_steps,
-                "keep_last": self.checkpoint.keep_last,
+            plain["checkpoint"] = dataclasses.asdict(self.checkpoint) | {
+                "directory": str(self.checkpoint.directory)
             }
         return plain

@@ -6,10 +6,12 @@ and renamed once: a name that `latest` finds is complete, whenever the writers w
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import uuid
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,16 @@ from nbdist.errors import CheckpointError
 
 __all__ = [
     "Manifest",
+    "check_digests",
+    "digests",
     "latest",
     "list_checkpoints",
     "prune",
     "publish",
     "read_manifest",
     "some",
+    "step_of",
+    "verify",
     "write_text",
 ]
 
@@ -43,6 +49,7 @@ class Manifest:
         seconds: wall-clock time of the save, since 1970.
         config: how the run was configured.
         files: size in bytes of every other file.
+        sha256: checksum of those files, by name.
     """
 
     step: int
@@ -53,15 +60,18 @@ class Manifest:
     seconds: float
     config: dict[str, Any] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
+    sha256: dict[str, str] = field(default_factory=dict)
 
 
 def list_checkpoints(directory: str | Path) -> list[Path]:
     """Return the complete checkpoints of a directory, the oldest step first."""
     found = [path for path in Path(directory).glob("step-*") if path.name[5:].isdigit()]
-    return sorted(
-        (path for path in found if (path / _MANIFEST).is_file()),
-        key=lambda path: int(path.name[5:]),
-    )
+    return sorted((path for path in found if (path / _MANIFEST).is_file()), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint's directory."""
+    return int(path.name.removeprefix("step-"))
 
 
 def latest(directory: str | Path) -> Path:
@@ -110,8 +120,49 @@ def read_manifest(path: str | Path) -> Manifest:
     return manifest
 
 
+def verify(path: str | Path) -> Manifest:
+    """Read a checkpoint whole and return its manifest; needs no ranks.
+
+    Raises:
+        CheckpointError: a file is missing, short, or differs from its checksum.
+    """
+    manifest = read_manifest(path)
+    check_digests(Path(path), manifest, sorted(manifest.sha256))
+    return manifest
+
+
+def check_digests(path: Path, manifest: Manifest, names: list[str]) -> None:
+    """Raise CheckpointError for files of a checkpoint that differ from their checksums."""
+    try:
+        found = digests(path / name for name in names)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}; mend that, or load an earlier one from "
+            "list_checkpoints(directory)"
+        ) from error
+    if wrong := [name for name in names if found[name] != manifest.sha256[name]]:
+        raise CheckpointError(
+            f"{path} is damaged: {some(wrong)} differs from the checksum in its {_MANIFEST}; load "
+            "an earlier one from list_checkpoints(directory)"
+        )
+
+
+def digests(paths: Iterable[Path]) -> dict[str, str]:
+    """Return the SHA-256 of files in hex, by name."""
+    found = {}
+    for path in paths:
+        with path.open("rb") as file:
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
 def publish(
-    partial: Path, final: Path, manifest: Manifest, *, keep_last: int | None = None
+    partial: Path,
+    final: Path,
+    manifest: Manifest,
+    *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
 ) -> None:
     """Add the manifest and the sizes of all files, rename, then prune; on one rank."""
     sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
@@ -127,14 +178,19 @@ def publish(
         partial.rename(final)
     _sync_directory(final.parent)
     if keep_last is not None:
-        prune(final.parent, keep_last)
+        prune(final.parent, keep_last, keep_every)
 
 
-def prune(directory: Path, keep_last: int) -> None:
-    """Delete all but the newest checkpoints, and what killed saves have left; on one rank."""
+def prune(directory: Path, keep_last: int, keep_every: int | None = None) -> None:
+    """Delete all but the newest checkpoints, and what killed saves have left; on one rank.
+
+    Those whose step is a multiple of `keep_every` stay too.
+    """
     for leftover in directory.glob("step-*.tmp-*"):
         shutil.rmtree(leftover)
     for old in list_checkpoints(directory)[:-keep_last]:
+        if keep_every is not None and step_of(old) % keep_every == 0:
+            continue
         # renamed first: a kill during the deletion must not leave a complete-looking name
         shutil.rmtree(old.rename(old.with_name(f"{old.name}.tmp-old")))
 

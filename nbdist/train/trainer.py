@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,14 +13,17 @@ import torch.distributed as dist
 from nbdist.errors import CheckpointError, NoWorldError
 from nbdist.train import checkpoint
 from nbdist.train.anomaly import AnomalyWatch
-from nbdist.train.autosave import save_stopped
+from nbdist.train.autosave import save_stopped, snapshot_of
+from nbdist.train.beginning import check_ranks_agree, checkpoint_config, newest_for_all
 from nbdist.train.interrupt import StopRequest
-from nbdist.train.mesh import data_parallel_place, degrees_of
+from nbdist.train.manifest import step_of
+from nbdist.train.mesh import data_parallel_place
 from nbdist.train.metrics import ProgressLine, StepRecord, TrainHistory
 from nbdist.train.optim import build_optimizer, validation_loss
-from nbdist.train.parallelize import bare, mesh_of, parallelize
+from nbdist.train.parallelize import mesh_of, parallelize
 from nbdist.train.precision import deterministic
 from nbdist.train.rng import restore_rng, seed_rng
+from nbdist.train.saving import Saver
 from nbdist.train.steps import ForwardBackward
 
 if TYPE_CHECKING:
@@ -83,6 +86,8 @@ class Trainer:
         self._group = dist.group.WORLD
         self._updating = False  # True only while weights and `step` do not belong together
         self._stop_agreed = False
+        self._save_agreed = False
+        self._saver = Saver(config.checkpoint)
         self._watch = AnomalyWatch(self.model, enabled=config.detect_anomaly)
 
     def fit(self, *, resume: bool | Literal["auto"] = False) -> TrainHistory:
@@ -117,6 +122,7 @@ class Trainer:
                 saved = self._save_if_due(record)
                 if self._stop_agreed:
                     raise KeyboardInterrupt(save_stopped(self, saved))
+            self._saver.settle()
         return self.history
 
     def resume(self) -> TrainHistory:
@@ -141,8 +147,10 @@ class Trainer:
         if sent is not None:
             sent.wait()
         # the only wait for the device in a step
-        mean_loss, asked, grad_norm = torch.cat((shared, norm.reshape(1))).tolist()
-        self._stop_agreed = asked > 0
+        mean_loss, asked, due, failed, grad_norm = torch.cat((shared, norm.reshape(1))).tolist()
+        self._stop_agreed, self._save_agreed = asked > 0, due > 0
+        if failed > 0:
+            self._saver.settle()
         seconds = time.perf_counter() - started
         num_tokens = targets[0].numel() * self.config.global_batch_size
         return StepRecord(
@@ -155,8 +163,9 @@ class Trainer:
         )
 
     def _share(self, loss: Tensor, stop: StopRequest) -> tuple[Tensor, dist.Work | None]:
-        """Sum the loss, and whether a rank was asked to stop, while backward runs."""
-        shared = torch.stack((loss, torch.full_like(loss, float(stop.asked))))
+        """Sum the loss, and what a rank has to tell, while backward runs."""
+        told = (float(stop.asked), *map(float, self._saver.wishes()))
+        shared = torch.cat((loss.reshape(1), loss.new_tensor(told)))
         return shared, dist.all_reduce(shared, async_op=True)
 
     def _update(self, *, accepted: bool) -> float:
@@ -176,29 +185,23 @@ class Trainer:
         return validation_loss(self.model, self._data, self.config.loss_fn, self._device)
 
     def save(self) -> Path:
-        """Write a checkpoint of the current step and return its path.
+        """Write a checkpoint of the current step and return its path when it is complete.
 
         Raises:
             ValueError: the configuration names no directory.
             CheckpointError: it could not be written.
         """
-        where = self._checkpoint_config()
-        tokenizer: Any = getattr(self._dataset, "tokenizer", None)
-        model_config = getattr(bare(self.model), "config", None)
-        described = {"train": self.config.describe()}
-        if dataclasses.is_dataclass(model_config) and not isinstance(model_config, type):
-            described["model"] = dataclasses.asdict(model_config)
-        return checkpoint.save(
-            where.directory,
-            step=self.step,
-            model=self.model,
-            optimizer=self.optimizer,
-            mesh=degrees_of(self.mesh),
-            loss=self.history.losses[-1] if self.history.records else None,
-            config=described,
-            tokenizer_json=tokenizer.to_str() if hasattr(tokenizer, "to_str") else None,
-            keep_last=where.keep_last,
-        )
+        path = self._saver.save(snapshot_of(self, self._dataset))
+        self._saver.wait()
+        return path
+
+    def finish_saving(self) -> None:
+        """Wait until the save that runs in the background, if any, is complete.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._saver.wait()
 
     def load(self, path: str | Path) -> None:
         """Continue from a checkpoint: weights, optimizer, step and random states.
@@ -233,10 +236,17 @@ class Trainer:
                 "sharded over the old one; build the model and the Trainer again, then call "
                 'fit(resume="auto")'
             )
-        newest = self._newest() if resume or (self.step == 0 and self.config.checkpoint) else None
+        self._saver.settle()
+        newest = (
+            newest_for_all(checkpoint_config(self.config))
+            if resume or (self.step == 0 and self.config.checkpoint)
+            else None
+        )
         if resume is True and newest is None:
-            checkpoint.latest(self._checkpoint_config().directory)  # raises, saying what is there
-        if newest is not None and (resume is True or (resume and _step_of(newest) > self.step)):
+            checkpoint.latest(
+                checkpoint_config(self.config).directory
+            )  # raises, saying what is there
+        if newest is not None and (resume is True or (resume and step_of(newest) > self.step)):
             self.load(newest)
         elif newest is not None and self.step == 0:
             raise CheckpointError(
@@ -247,33 +257,8 @@ class Trainer:
         elif self.step == 0:
             seed_rng(self.config.seed, 0, dist.get_rank())
         self._stop_agreed = False
-        self._check_ranks_agree()
+        check_ranks_agree(self.step, updating=self._updating)
         self.model.train()
-
-    def _newest(self) -> Path | None:
-        # one rank looks, so that all decide alike
-        found = [checkpoint.list_checkpoints(self._checkpoint_config().directory)[-1:]]
-        dist.broadcast_object_list(found, src=0)
-        return found[0][0] if found[0] else None
-
-    def _check_ranks_agree(self) -> None:
-        states: list[tuple[int, bool]] = [(0, False)] * dist.get_world_size()
-        dist.all_gather_object(states, (self.step, self._updating))
-        if len(set(states)) > 1 or self._updating:
-            steps = {rank: step for rank, (step, _) in enumerate(states)}
-            raise CheckpointError(
-                f"the last fit() was cut inside an update: the ranks' weights are of different "
-                f"steps {steps}; call resume() to go on from the newest checkpoint, or build a "
-                "new Trainer"
-            )
-
-    def _checkpoint_config(self) -> checkpoint.CheckpointConfig:
-        if self.config.checkpoint is None:
-            raise ValueError(
-                "a checkpoint was asked for, but TrainConfig.checkpoint is None; set "
-                "checkpoint=CheckpointConfig(directory=..., every_steps=...)"
-            )
-        return self.config.checkpoint
 
     def _evaluate_if_due(self, record: StepRecord) -> StepRecord:
         every = self.config.eval_every
@@ -283,8 +268,12 @@ class Trainer:
 
     def _save_if_due(self, record: StepRecord) -> Path | None:
         where = self.config.checkpoint
-        if where and (record.step % where.every_steps == 0 or record.step == self.config.num_steps):
-            return self.save()
+        if where is None:
+            return None
+        due = where.every_steps is not None and record.step % where.every_steps == 0
+        if due or self._save_agreed or record.step == self.config.num_steps:
+            with self._saver.tolerant():
+                return self._saver.save(snapshot_of(self, self._dataset))
         return None
 
     def _on_device(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -293,7 +282,3 @@ class Trainer:
             inputs.to(self._device, non_blocking=True),
             targets.to(self._device, non_blocking=True),
         )
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))

@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from nbdist.train import (
     list_checkpoints,
     manifest,
     shakespeare,
+    verify,
 )
 
 NUM_STEPS = 30
@@ -47,9 +49,16 @@ class _Dropping(torch.nn.Module):
 
 
 def _trainer(
-    directory, *, p=0.1, dtype=torch.float32, every_steps=10, num_steps=NUM_STEPS, mesh=None
+    directory,
+    *,
+    p=0.1,
+    dtype=torch.float32,
+    every_steps=10,
+    num_steps=NUM_STEPS,
+    mesh=None,
+    **saving,
 ):
-    where = directory and CheckpointConfig(directory=directory, every_steps=every_steps)
+    where = directory and CheckpointConfig(directory=directory, every_steps=every_steps, **saving)
     return Trainer(
         _Dropping(p).to(dtype),
         TextData(shakespeare()[:20_000], vocab_size=280, context_length=16),
@@ -172,20 +181,20 @@ def _die(*_, **__):
 
 def _killed_in_second_save(rank, directory, stage):
     trainer = _trainer(directory, every_steps=2, num_steps=4, p=0.0)
-    save = trainer.save
+    write = checkpoint.write
 
-    def dying_save():
-        if trainer.step == 4 and rank == 0:
+    def dying_write(snapshot, group=None):
+        if snapshot.manifest.step == 4 and rank == 0:
             place = {
-                "before writing": (checkpoint, "get_state_dict"),
+                "before writing": (checkpoint.state_dict_saver, "save"),
                 "after the shards": (checkpoint, "write_text"),
                 "before the manifest": (manifest, "write_text"),
                 "before the rename": (manifest, "_sync_directory"),
             }[stage]
             setattr(*place, _die)
-        return save()
+        return write(snapshot, group)
 
-    trainer.save = dying_save
+    checkpoint.write = dying_write
     trainer.fit()
 
 
@@ -204,27 +213,69 @@ def test_kill_during_a_save_leaves_the_one_before_as_newest(tmp_path, stage):
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000002", "step-00000004"]
 
 
-def _one_rank_cannot_write(rank, directory):
-    trainer = _trainer(directory, every_steps=2, num_steps=2, p=0.0)
+def _one_rank_cannot_write(rank, directory, policy, async_save):
+    trainer = _trainer(
+        directory, every_steps=2, num_steps=4, p=0.0, on_save_error=policy, async_save=async_save
+    )
+    write_text = checkpoint.write_text
 
-    def full_disk(*_):
-        raise OSError(28, "No space left on device")
+    def full_disk(path, text):
+        if "step-00000002" in str(path):
+            raise OSError(28, "No space left on device")
+        write_text(path, text)
 
     if rank == 1:
         checkpoint.write_text = full_disk
-    try:
-        trainer.fit()
-    except CheckpointError as error:
-        return str(error), trainer.step
-    return "", trainer.step
+    told = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit()
+        except CheckpointError as error:
+            told = str(error)
+    told += " ".join(str(w.message) for w in caught if w.category is RuntimeWarning)
+    return told, trainer.step
 
 
 def test_save_that_one_rank_cannot_write_fails_on_all(tmp_path):
-    for text, step in run_ranks(_one_rank_cannot_write, 3, tmp_path):
+    for text, step in run_ranks(_one_rank_cannot_write, 3, tmp_path, "stop", False):
         assert "checkpoint of step 2 was not saved" in text
         assert "rank 1 met OSError: [Errno 28] No space left on device (1 of 3 ranks" in text
         assert step == 2
     assert list_checkpoints(tmp_path) == []
+
+
+def test_save_that_fails_in_the_background_is_told_and_training_goes_on(tmp_path):
+    (told, step), other = run_ranks(_one_rank_cannot_write, 2, tmp_path, "warn", True)
+    assert "checkpoint of step 2 was not saved" in told
+    assert told.endswith("training goes on")
+    assert step == 4
+    assert other == ("", 4)
+    # nothing of step 2 is left: the next save has swept it away
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000004"]
+
+
+def test_save_that_fails_in_the_background_stops_all_ranks_together(tmp_path):
+    found = run_ranks(_one_rank_cannot_write, 2, tmp_path, "stop", True)
+    assert all("checkpoint of step 2 was not saved" in text for text, _ in found)
+    assert found[0][1] == found[1][1] in (3, 4)
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_flipped_bit_of_a_checkpoint_is_found(two_rank_run, tmp_path):
+    source, _, _ = two_rank_run
+    shutil.copytree(source, tmp_path / "run")
+    path = latest(tmp_path / "run")
+    assert verify(path).step == 10
+    shard = path / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+
+    with pytest.raises(CheckpointError, match=r"damaged: __1_0.distcp differs from the checksum"):
+        verify(path)
+    with pytest.raises(CheckpointError, match=r"damaged: __1_0.distcp differs"):
+        run_ranks(_fit, 2, tmp_path / "run", {"p": 0.0, "dtype": torch.float64}, True)
 
 
 def _errors(rank, directory):

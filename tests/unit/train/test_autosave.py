@@ -5,14 +5,19 @@ from types import SimpleNamespace
 
 from nbdist.errors import CheckpointError
 from nbdist.train.autosave import save_stopped
-from nbdist.train.checkpoint import CheckpointConfig
+from nbdist.train.saving import CheckpointConfig
 
 DIRECTORY = Path("runs") / "a"
 
 
 def trainer(save, **checkpoint):
     where = CheckpointConfig(directory=DIRECTORY, every_steps=5, **checkpoint)
-    return SimpleNamespace(step=7, save=save, config=SimpleNamespace(checkpoint=where))
+    return SimpleNamespace(
+        step=7,
+        save=save,
+        finish_saving=lambda: None,
+        config=SimpleNamespace(checkpoint=where),
+    )
 
 
 def never():
