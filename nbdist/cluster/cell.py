@@ -5,11 +5,10 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 from nbdist.cluster.ladder import GIVE_UP_SECONDS, Ladder
-from nbdist.cluster.link import WorldLink
+from nbdist.cluster.link import WorldLink, lost_event
+from nbdist.cluster.recovering import Recovering
 from nbdist.cluster.watch import Watch
 from nbdist.errors import (
     CellTimeoutError,
@@ -21,64 +20,25 @@ from nbdist.errors import (
 )
 from nbdist.messages import (
     AbortGroup,
+    CanRecover,
     CellNote,
     Interrupt,
     Message,
-    RankDisplay,
     RankDone,
     RankError,
     RankFailed,
-    RankStream,
+    Recovered,
     RunCell,
     StopDeferred,
 )
 
-__all__ = ["CellResult", "CellRun"]
+__all__ = ["CellRun"]
 
 TICK_SECONDS = 0.05
 DEFERRED = (
     "the ranks stop together after the running step; Stop again ends them at once, perhaps "
     "inside it"
 )
-
-
-@dataclass(slots=True)
-class CellResult:
-    """What a cell gave back, by rank.
-
-    Attributes:
-        text: what the rank wrote to stdout and stderr, up to its limit.
-        displays: contents of the rank's Jupyter display messages, in order.
-        seconds: how long the cell ran on the rank.
-    """
-
-    text: dict[int, str]
-    displays: dict[int, list[dict[str, Any]]]
-    seconds: dict[int, float] = field(default_factory=dict)
-    _pieces: dict[int, list[str]] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, ranks: Sequence[int]) -> CellResult:
-        """Return an empty result of these ranks."""
-        return cls(text=dict.fromkeys(ranks, ""), displays={rank: [] for rank in ranks})
-
-    def add(self, event: Message) -> None:
-        """Take in one event of the cell."""
-        if isinstance(event, RankStream):
-            pieces = self._pieces.setdefault(event.rank, [])
-            if event.left_out:
-                pieces.append(f"\n... {event.left_out} characters are only in the rank's log ...\n")
-            pieces.append(event.text)
-            if event.rank in self.seconds:
-                self._join(event.rank)
-        elif isinstance(event, RankDisplay):
-            self.displays[event.rank].append(event.content)
-        elif isinstance(event, RankDone):
-            self.seconds[event.rank] = event.seconds
-            self._join(event.rank)
-
-    def _join(self, rank: int) -> None:
-        self.text[rank] += "".join(self._pieces.pop(rank, []))
 
 
 class CellRun:
@@ -90,22 +50,22 @@ class CellRun:
     Args:
         link: to the ranks.
         request: the cell.
-        generation: of the process group, as the client knows it.
         timeout_seconds: longest time the cell may run; None for no limit.
         watch: looks for waits that cannot end.
+        recovering: replaces ranks that die, in a cell that survives it.
     """
 
     def __init__(
         self,
         link: WorldLink,
         request: RunCell,
-        generation: int,
         timeout_seconds: float | None,
         watch: Watch,
+        recovering: Recovering,
     ) -> None:
         self._link = link
         self._request = request
-        self._generation = generation
+        self._recovering = recovering
         self._timeout = timeout_seconds
         self._watch = watch
         self._hopeless: CollectiveSubsetError | None = None
@@ -146,6 +106,7 @@ class CellRun:
             raise
         finally:
             self._watch.close()
+            self._recovering.close()
             self._link.listen(self._request.cell_id, None)
         while not self._events.empty():
             # A thread of the cell has written more since.
@@ -167,20 +128,38 @@ class CellRun:
         self._climb()
 
     def _next(self) -> Message | None:
-        if not self._ladder.is_climbing:
-            try:
-                if (note := self._watch.look()) is not None:
-                    return note
-            except CollectiveSubsetError as error:
-                self._hopeless = error
-                self._climb()
+        if (note := self._recovering.note() or self._look()) is not None:
+            return note
         try:
             event = self._events.get(timeout=TICK_SECONDS)
         except queue.Empty:
             return self._tick()
         if isinstance(event, StopDeferred):
             self._ladder.take_deferral(event.rank)
+        elif isinstance(event, CanRecover | Recovered):
+            self._recovering.take(event)
+        elif not self._is_taken_over(event):
+            self._take(event)
+            return event
+        return None
+
+    def _look(self) -> Message | None:
+        """Look for waits that cannot end, while nothing else has happened to the ranks."""
+        if self._ladder.is_climbing or self._recovering.is_busy:
             return None
+        try:
+            return self._watch.look()
+        except CollectiveSubsetError as error:
+            self._hopeless = error
+            self._climb()
+        return None
+
+    def _is_taken_over(self, event: Message) -> bool:
+        if not isinstance(event, RankDone) or event.status != "lost" or self._stopped:
+            return False
+        return self._recovering.takes_over(event.rank)
+
+    def _take(self, event: Message) -> None:
         if isinstance(event, RankError):
             self._errors.append(event)
             # What a peer has sent already lies in the group's connections: it is not used again.
@@ -191,7 +170,6 @@ class CellRun:
             self._endings[event.rank] = event
             self._waiting.discard(event.rank)
             self._take_end(event.status, time.monotonic())
-        return event
 
     def _take_end(self, status: str, now: float) -> None:
         if status == "interrupted" and not self._ladder.is_climbing:
@@ -204,6 +182,13 @@ class CellRun:
     def _tick(self) -> CellNote | None:
         """Do what the time asks for; return what the user should know of it."""
         now = time.monotonic()
+        if self._recovering.is_busy:
+            return None
+        if self._recovering.failure is not None and not self._ladder.is_climbing:
+            for rank in self._recovering.lost_ranks:
+                self._waiting.discard(rank)
+                self._endings[rank] = lost_event(rank, self._request.cell_id)
+                self._take_end("lost", now)
         if self._timeout and now - self._started > self._timeout and not self._timed_out:
             self._timed_out = True
             self._ladder.ask()
@@ -223,7 +208,7 @@ class CellRun:
             self._post_to_waiting(Interrupt(cell_id=self._request.cell_id))
         else:
             self.group_aborted = True
-            self._post_to_waiting(AbortGroup(generation=self._generation))
+            self._post_to_waiting(AbortGroup(generation=self._recovering.generation))
 
     def _post_to_waiting(self, message: Message) -> None:
         running = self._waiting - self._link.lost_ranks

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from nbdist.cluster import starting
 from nbdist.cluster.death import tell_deaths
+from nbdist.cluster.incidents import Incident, read_incidents
 from nbdist.cluster.launch import Processes
 from nbdist.cluster.link import WorldLink
 from nbdist.cluster.objects import Objects
@@ -94,6 +95,11 @@ class Healing:
         """How many processes wait to take the place of a lost rank."""
         return len(ready_spares(Path(self.record.directory)))
 
+    @property
+    def incidents(self) -> list[Incident]:
+        """Deaths of ranks in cells that survive them, and what was done; the oldest first."""
+        return read_incidents(Path(self.record.directory))
+
     def _replace(self, ranks: Sequence[int], on_stage: Callable[[str], None] | None) -> list[int]:
         self._check_alive(())
         started = time.monotonic()
@@ -126,6 +132,18 @@ class Healing:
             seconds=time.monotonic() - started,
         )
         return lost
+
+    def bring_up(self, ranks: Sequence[int], tell: Callable[[str], None]) -> None:
+        """Bring up processes for lost ranks while a cell runs; see `Replacing`."""
+        processes = self._processes or Processes.of(self.record)
+        start_processes(processes, self._link, self.infos, ranks, tell)
+
+    def regroup(self) -> int:
+        """Have all ranks join the next generation while a cell runs; see `Replacing`."""
+        self._group_broken = True
+        self._remake_group()
+        (self._processes or Processes.of(self.record)).start_spares()
+        return self._generation
 
     def _check_alive(self, ranks: Sequence[int]) -> None:
         raise NotImplementedError

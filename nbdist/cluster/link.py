@@ -16,7 +16,7 @@ import zmq.utils.monitor
 from nbdist.errors import RankLostError
 from nbdist.messages import Message, RankDone, Unhandled, from_wire, to_wire, topic_of
 
-__all__ = ["WorldLink"]
+__all__ = ["WorldLink", "lost_event"]
 
 log = logging.getLogger(__name__)
 Handler = Callable[[int, Message], None]
@@ -183,7 +183,7 @@ class WorldLink:
         self._lost.add(rank)
         self._drop(rank)
         for topic, handler in list(self._topics.items()):
-            handler(rank, _lost_event(rank, topic))
+            handler(rank, lost_event(rank, topic))
         for handler in tuple(self._kinds.get(Unhandled, ())):
             handler(rank, Unhandled(rank=rank, unhandled="lost"))
 
@@ -198,5 +198,6 @@ class WorldLink:
         sock.close()
 
 
-def _lost_event(rank: int, topic: str) -> RankDone:
+def lost_event(rank: int, topic: str) -> RankDone:
+    """Return the event by which a cell ends on a rank whose process is gone."""
     return RankDone(rank=rank, cell_id=topic, seq=-1, status="lost", seconds=0.0)

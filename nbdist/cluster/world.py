@@ -8,18 +8,19 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from nbdist.cluster import attaching, names, objects, starting
 from nbdist.cluster.asking import OnInput, answering
-from nbdist.cluster.cell import CellResult, CellRun
+from nbdist.cluster.cell import CellRun
 from nbdist.cluster.config import WorldConfig
 from nbdist.cluster.death import lost_error
 from nbdist.cluster.healing import Healing
 from nbdist.cluster.launch import Processes, end_world
 from nbdist.cluster.link import WorldLink
 from nbdist.cluster.names_table import NamesTable
+from nbdist.cluster.recovering import Recovering
+from nbdist.cluster.result import CellResult
 from nbdist.cluster.source import check_ranks, check_source
 from nbdist.cluster.watch import Watch
 from nbdist.errors import NoWorldError, RankLostError
@@ -177,7 +178,10 @@ class World(Healing):
             if self._group_broken and not self._link.lost_ranks:
                 self._remake_group()
             watch = Watch(self._link, request, self.num_ranks)
-            run = CellRun(self._link, request, self._generation, timeout_seconds, watch)
+            recovering = Recovering(
+                Path(self.record.directory), self._link, request, self._generation, self
+            )
+            run = CellRun(self._link, request, timeout_seconds, watch, recovering)
             self._run = run
             try:
                 run.start()
@@ -284,12 +288,7 @@ class World(Healing):
     def __enter__(self) -> World:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.stop()
 
     def __repr__(self) -> str:

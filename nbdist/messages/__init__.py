@@ -42,6 +42,7 @@ from nbdist.messages.serving import (
     TokenEvent,
     TokenLogprob,
 )
+from nbdist.messages.survival import CanRecover, Recovered
 from nbdist.messages.wire import Message, from_wire, to_wire, topic_of
 
 __all__ = [
@@ -71,6 +72,8 @@ __all__ = [
     "RankFailed",
     "RankDone",
     "TEXT_LIMIT",
+    "CanRecover",
+    "Recovered",
     "InputRequest",
     "InputReply",
     "CompleteQuery",

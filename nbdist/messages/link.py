@@ -105,9 +105,14 @@ class JoinFailed(Message):
 
 @message("abort_group")
 class AbortGroup(Message):
-    """Client to rank: free whatever waits in a collective of this generation, and no later one."""
+    """Client to rank: free whatever waits in a collective of this generation, and no later one.
+
+    Attributes:
+        heals: a rank has died and is being replaced; a cell that survives that is to wait.
+    """
 
     generation: int
+    heals: bool = False
 
 
 @message("take_place")
@@ -138,6 +143,8 @@ class RunCell(Message):
         ranks: every rank that runs the cell.
         text_limit: most characters of text a rank sends at once; what is beyond is in its log.
         can_ask: whether the client answers an `InputRequest`.
+        rejoin: the other ranks are inside this call of the cell (see `CanRecover.call`), and this
+            rank is to join them there; empty to run the cell from its beginning.
     """
 
     cell_id: str
@@ -146,6 +153,7 @@ class RunCell(Message):
     execution_count: int = 0
     text_limit: int = TEXT_LIMIT
     can_ask: bool = False
+    rejoin: tuple[int, ...] = ()
 
 
 @message("interrupt")
@@ -204,11 +212,13 @@ class CellNote(Message):
     Attributes:
         text: plain text of one or more lines.
         is_status: says only that the cell runs and where; of use when nothing else is shown.
+        ranks: a remark about these ranks, which stays, as a line of theirs.
     """
 
     cell_id: str
     text: str
     is_status: bool = False
+    ranks: tuple[int, ...] = ()
 
 
 @message("unhandled")

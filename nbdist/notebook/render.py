@@ -161,6 +161,9 @@ class CellView:
 
     def _take_note(self, note: CellNote) -> None:
         """Show a remark about the cell in one place, each instead of the one before."""
+        if note.ranks:
+            self._outlet.write_line("stderr", note.ranks, note.text)
+            return
         if note.is_status:
             is_silent = time.monotonic() - self._active_at >= self._status_after > 0
             if self._quiet or not self._live or not (is_silent or self._note.text is not None):

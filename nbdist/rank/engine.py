@@ -105,20 +105,32 @@ class Rank:
 
     def host_cells(self, kernel: Any, engine_id: int) -> None:
         """Take cells from now on (main thread, inside the running event loop)."""
+        from nbdist.ports import install_port as install_survival_port
         from nbdist.rank.names import NameService
         from nbdist.rank.namespace import Namespace
         from nbdist.rank.session import open_session
+        from nbdist.rank.survive import Survivor
 
         loop = asyncio.get_running_loop()
         executor = open_session(kernel, self.link, self.directory)
         namespace = Namespace(kernel.shell.user_ns)
         NameService(kernel, self.link, executor, namespace.is_ours)
+        survivor = Survivor(executor, namespace, self._join)
 
         def join_soon(message: Message) -> None:
-            loop.call_soon_threadsafe(self._join, message)
+            assert isinstance(message, JoinGroup), message
+            if not survivor.takes(message):
+                loop.call_soon_threadsafe(self._join, message)
 
+        def abort(message: Message) -> None:
+            assert isinstance(message, AbortGroup), message
+            survivor.takes(message)
+            if self._membership is not None:
+                self._membership.group.abort(message.generation)
+
+        install_survival_port(survivor)
         self.link.on_message(JoinGroup, join_soon)
-        self.link.on_message(AbortGroup, self._abort)
+        self.link.on_message(AbortGroup, abort)
         self._session = _Session(engine_id, executor, namespace)
         self.stage("registered")
 
@@ -132,9 +144,8 @@ class Rank:
         except BaseException as error:  # noqa: BLE001 - handed to the thread that needs torch
             self._torch_failure.append(error)
 
-    def _join(self, message: Message) -> None:
+    def _join(self, message: JoinGroup) -> bool:
         """Join a generation of the group and answer with who this rank is (main thread)."""
-        assert isinstance(message, JoinGroup), message
         assert self._session is not None, "is asked once it takes cells"
         assert self.place is not None, "takes cells once it has a place"
         try:
@@ -151,8 +162,9 @@ class Rank:
                     reason=f"{type(error).__name__}: {error}",
                 )
             )
-            return
+            return False
         self._tell_status(message)
+        return True
 
     def _first_join(self) -> _Membership:
         assert self._session is not None, "joins once it takes cells"
@@ -192,11 +204,6 @@ class Rank:
                 query_id=message.query_id,
             )
         )
-
-    def _abort(self, message: Message) -> None:
-        assert isinstance(message, AbortGroup), message
-        if self._membership is not None:
-            self._membership.group.abort(message.generation)
 
     def _shutdown(self, message: Message) -> None:
         assert isinstance(message, Shutdown), message

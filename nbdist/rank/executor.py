@@ -35,6 +35,7 @@ from nbdist.rank.asking import Asking
 from nbdist.rank.failure import LastFailure
 from nbdist.rank.link import RankLink
 from nbdist.rank.output import CellOutput, FdCapture
+from nbdist.rank.survive import rejoining
 
 __all__ = ["Executor"]
 
@@ -68,7 +69,7 @@ class Executor:
     ) -> None:
         self._shell = shell
         self._link = link
-        self._output = output
+        self.output = output
         self._captures = captures
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
@@ -78,6 +79,7 @@ class Executor:
         self._put_off_until = 0.0
         self._failed_at = 0.0
         self.advise: Callable[[str], str] = lambda _text: ""
+        self.on_rejoin: Callable[[RunCell], None] = lambda _request: None
         self.asking = Asking(link, output, self._drain)
         self.failure = LastFailure(shell)
         # IPython's hook point for front ends.
@@ -118,6 +120,8 @@ class Executor:
                 )
             )
         else:
+            if message.rejoin:
+                self.on_rejoin(message)
             self._loop.call_soon_threadsafe(self._start, message)
 
     def _start(self, message: RunCell) -> None:
@@ -128,7 +132,7 @@ class Executor:
         started = time.perf_counter()
         self._failed_at = 0.0
         self.failure.begin(message.source)
-        self._output.begin(message.cell_id, message.text_limit)
+        self.output.begin(message.cell_id, message.text_limit)
         self.asking.begin(message)
         status = "ok"
         try:
@@ -142,7 +146,7 @@ class Executor:
             with self._lock:
                 self._current = ""
             seconds = time.perf_counter() - started
-            self._output.event(RankDone, status=status, seconds=seconds)
+            self.output.event(RankDone, status=status, seconds=seconds)
 
     async def _execute(self, message: RunCell) -> str:
         shell = self._shell
@@ -155,12 +159,13 @@ class Executor:
             transformed, problem = message.source, sys.exc_info()
         result = None
         try:
-            result = await shell.run_cell_async(
-                message.source,
-                store_history=True,
-                transformed_cell=transformed,
-                preprocessing_exc_tuple=problem,
-            )
+            with rejoining(shell, message):
+                result = await shell.run_cell_async(
+                    message.source,
+                    store_history=True,
+                    transformed_cell=transformed,
+                    preprocessing_exc_tuple=problem,
+                )
         finally:
             shell.events.trigger("post_execute")
             shell.events.trigger("post_run_cell", result)
@@ -191,7 +196,7 @@ class Executor:
             # Only for the cell itself: one that it runs by `run_cell` may fail and the cell go on.
             if kwargs.get("running_compiled_code") and _depth(sys._getframe(1)) == 1:
                 self._failed_at = time.time()
-                self._output.event(RankFailed)
+                self.output.event(RankFailed)
             self._show_in_full(*args, **kwargs)
             return
         lines = traceback.format_exception(etype, value, trace)
@@ -203,7 +208,7 @@ class Executor:
         except Exception as error:  # noqa: BLE001 - a user's exception may fail to print itself
             text = f"<str() of it failed: {type(error).__name__}>"
         self._drain()
-        self._output.event(
+        self.output.event(
             RankError,
             name=etype.__name__,
             value=text,

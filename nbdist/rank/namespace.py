@@ -24,10 +24,13 @@ class Namespace:
 
     Args:
         names: the user's namespace.
+
+    Attributes:
+        names: the same.
     """
 
     def __init__(self, names: dict[str, Any]) -> None:
-        self._names = names
+        self.names = names
         self._ours: dict[str, Any] = {}
 
     def set_place(self, place: Place, device: str) -> None:
@@ -51,10 +54,10 @@ class Namespace:
 
     def is_ours(self, name: str) -> bool:
         """Return whether a name holds what nbdist has put there."""
-        return name in self._ours and self._names.get(name) is self._ours[name]
+        return name in self._ours and self.names.get(name) is self._ours[name]
 
     def _set(self, name: str, value: Any) -> None:
         missing = object()
-        present = self._names.get(name, missing)
+        present = self.names.get(name, missing)
         if present is missing or present is self._ours.get(name, missing):
-            self._names[name] = self._ours[name] = value
+            self.names[name] = self._ours[name] = value

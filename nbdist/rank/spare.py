@@ -31,6 +31,8 @@ LATER = (
     "nbdist.rank.namespace",
     "nbdist.rank.session",
     "nbdist.rank.whereabouts",
+    "nbdist.train.trainer",
+    "torch._dynamo",  # every torch optimizer imports it: a second
     "torch.distributed.device_mesh",
 )
 

@@ -2,20 +2,66 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
-from nbdist.errors import CheckpointError
+from nbdist.errors import CheckpointError, NoWorldError
 from nbdist.train import checkpoint
+from nbdist.train.manifest import step_of
+from nbdist.train.rng import seed_rng
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from nbdist.train.config import TrainConfig
     from nbdist.train.saving import CheckpointConfig
+    from nbdist.train.trainer import Trainer
 
-__all__ = ["check_ranks_agree", "checkpoint_config", "newest_for_all"]
+__all__ = ["begin", "check_ranks_agree", "checkpoint_config", "newest_for_all"]
+
+
+def begin(
+    trainer: Trainer,
+    resume: bool | Literal["auto"],
+    group: dist.ProcessGroup | None,
+    *,
+    updating: bool,
+) -> None:
+    """Bring a trainer to the step that it goes on from. Collective over: the default group.
+
+    Args:
+        trainer: of `Trainer.fit`.
+        resume: as in `Trainer.fit`.
+        group: that the trainer was built on.
+        updating: the last step was cut inside its update.
+
+    Raises:
+        CheckpointError, NoWorldError: as in `Trainer.fit`.
+    """
+    if dist.group.WORLD is not group:
+        raise NoWorldError(
+            "the process group was made anew after this trainer was built, and its model is "
+            "sharded over the old one; build the model and the Trainer again, then call "
+            'fit(resume="auto")'
+        )
+    config = trainer.config
+    looks = resume or (trainer.step == 0 and config.checkpoint)
+    newest = newest_for_all(checkpoint_config(config)) if looks else None
+    if resume is True and newest is None:
+        checkpoint.latest(checkpoint_config(config).directory)  # raises, saying what is there
+    if newest is not None and (resume is True or (resume and step_of(newest) > trainer.step)):
+        trainer.load(newest)
+        updating = False
+    elif newest is not None and trainer.step == 0:
+        raise CheckpointError(
+            f"{newest} is there already and this trainer is at step 0: a new run would mix "
+            'with that one; call fit(resume="auto") to go on from it, or set another '
+            "CheckpointConfig(directory=...)"
+        )
+    elif trainer.step == 0:
+        seed_rng(config.seed, 0, dist.get_rank())
+    check_ranks_agree(trainer.step, updating=updating)
 
 
 def checkpoint_config(config: TrainConfig) -> CheckpointConfig:

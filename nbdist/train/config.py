@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 from torch.nn import functional
@@ -55,6 +55,12 @@ class TrainConfig:
         seed: of the random generators; each rank draws its own numbers.
         eval_every: steps between passes over the validation split; None never evaluates.
         checkpoint: where and how often to save; None never saves.
+        on_failure: when a rank dies in `fit`: "heal" puts a new process in its place and goes on;
+            "stop" ends the cell.
+        max_failures: failures within `per_hours` that are healed; the next one ends the cell.
+        per_hours: length of that time.
+        mirror_every: with "heal", steps between copies of a rank's state in its neighbour's
+            memory: at most so many are done again.
         loss_fn: mean loss of a rank's rows.
     """
 
@@ -73,20 +79,28 @@ class TrainConfig:
     seed: int = 0
     eval_every: int | None = None
     checkpoint: CheckpointConfig | None = None
+    on_failure: Literal["heal", "stop"] = "stop"
+    max_failures: int = 3
+    per_hours: float = 1.0
+    mirror_every: int = 1
     loss_fn: LossFn = next_token_loss
 
     def __post_init__(self) -> None:
-        positive = ("num_steps", "global_batch_size", "accumulation_steps")
-        for name in (*positive, "learning_rate", "clip_norm"):
+        positive = ("num_steps", "global_batch_size", "accumulation_steps", "mirror_every")
+        for name in (*positive, "learning_rate", "clip_norm", "per_hours"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} is not above 0; set {name} > 0")
-        for name in ("warmup_steps", "weight_decay", "seed"):
+        for name in ("warmup_steps", "weight_decay", "seed", "max_failures"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is below 0; set {name} >= 0")
         if self.autocast_dtype not in (None, *AUTOCAST):
             raise ValueError(
                 f"autocast_dtype={self.autocast_dtype!r} is none of {', '.join(AUTOCAST)}; set one "
                 "of them by name, or None"
+            )
+        if self.on_failure not in ("heal", "stop"):
+            raise ValueError(
+                f"on_failure={self.on_failure!r} is not known; set on_failure='heal' or 'stop'"
             )
         if self.eval_every is not None and self.eval_every < 1:
             raise ValueError(

@@ -58,6 +58,10 @@ class TrainHistory:
         tokens = sum(record.tokens_per_second * record.seconds for record in self.records)
         return tokens / seconds if seconds else 0.0
 
+    def forget_after(self, step: int) -> None:
+        """Drop the records of later steps: they are run again."""
+        self.records[:] = [record for record in self.records if record.step <= step]
+
     def __len__(self) -> int:
         return len(self.records)
 
@@ -165,4 +169,4 @@ class ProgressLine:
             + f"{record.tokens_per_second:,.0f} tokens/s, lr {record.learning_rate:.1e}",
             refresh=False,
         )
-        self._bar.update()
+        self._bar.update(record.step - self._bar.n)  # backwards after a failure

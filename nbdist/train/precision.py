@@ -44,6 +44,14 @@ class LossScale:
         self._growth_steps = growth_steps
         self._good_steps = 0
 
+    def notes(self) -> list[float]:
+        """Return its state as numbers."""
+        return [self.value, float(self._good_steps)]
+
+    def take_notes(self, notes: list[float]) -> None:
+        """Set the state that `notes` returned."""
+        self.value, self._good_steps = notes[0], int(notes[1])
+
     def accept(self, norm: Tensor) -> bool:
         """Return whether to take the step, and set the factor for the next one.
 

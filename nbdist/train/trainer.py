@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
-from nbdist.errors import CheckpointError, NoWorldError
 from nbdist.train import checkpoint
 from nbdist.train.anomaly import AnomalyWatch
 from nbdist.train.autosave import save_stopped, snapshot_of
-from nbdist.train.beginning import check_ranks_agree, checkpoint_config, newest_for_all
+from nbdist.train.beginning import begin
 from nbdist.train.interrupt import StopRequest
-from nbdist.train.manifest import step_of
 from nbdist.train.mesh import data_parallel_place
 from nbdist.train.metrics import ProgressLine, StepRecord, TrainHistory
 from nbdist.train.optim import build_optimizer, validation_loss
@@ -25,6 +23,7 @@ from nbdist.train.precision import deterministic
 from nbdist.train.rng import restore_rng, seed_rng
 from nbdist.train.saving import Saver
 from nbdist.train.steps import ForwardBackward
+from nbdist.train.survival import Survival
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,20 +67,25 @@ class Trainer:
         mesh: DeviceMesh | None = None,
     ) -> None:
         self.config = config
-        self.mesh = mesh_of(model, mesh)
-        self.model = parallelize(model, self.mesh)
-        self.optimizer = build_optimizer(self.model, config)
         self.step = 0
         self.history = TrainHistory()
+        self.survival = Survival(self, data)
         self._dataset = data
-        self._rank, self._world_size = data_parallel_place(self.mesh)
-        self._data = data.for_rank(
-            global_batch_size=config.global_batch_size,
-            rank=self._rank,
-            world_size=self._world_size,
+        self.assemble(model, mesh_of(model, mesh))
+
+    def assemble(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Build what belongs to one life of the process group; `step` and `history` stay."""
+        config = self.config
+        self.mesh = mesh
+        self.model = parallelize(model, mesh)
+        self.optimizer = build_optimizer(self.model, config)
+        self.data_place = data_parallel_place(mesh)
+        rank, world_size = self.data_place
+        self.data = self._dataset.for_rank(
+            global_batch_size=config.global_batch_size, rank=rank, world_size=world_size
         )
-        self._device = torch.device(self.mesh.device_type)
-        self._forward_backward = ForwardBackward(self.model, self.mesh, config)
+        self._device = torch.device(mesh.device_type)
+        self._forward_backward = ForwardBackward(self.model, mesh, config)
         self._parameters = list(self.model.parameters())
         self._group = dist.group.WORLD
         self._updating = False  # True only while weights and `step` do not belong together
@@ -109,21 +113,53 @@ class Trainer:
             KeyboardInterrupt: Ctrl-C; the trainer stays usable. The text tells the step and the
                 checkpoint.
         """
-        self._begin(resume)
-        shown = dist.get_rank() == 0
-        total = self.config.num_steps
-        line = ProgressLine(done=self.step, total=total, shown=shown)
+        self._saver.settle()
+        begin(self, resume, self._group, updating=self._updating)
+        return self.go_on()
+
+    def go_on(self) -> TrainHistory:
+        """Train from `step` to the end: `fit` without its beginning, as a new rank does."""
+        self._stop_agreed = False
+        self.model.train()
+        line = ProgressLine(done=self.step, total=self.config.num_steps, shown=dist.get_rank() == 0)
         exact = deterministic(enabled=self.config.deterministic)
-        with StopRequest() as stop, line, self._watch, exact:
-            while self.step < total:
-                record = self._evaluate_if_due(self._train_step(stop))
-                self.history.records.append(record)
-                line.show(record)
-                saved = self._save_if_due(record)
-                if self._stop_agreed:
-                    raise KeyboardInterrupt(save_stopped(self, saved))
-            self._saver.settle()
+        with StopRequest() as stop, line, exact, self.survival:
+            while not self._has_run(stop, line):
+                pass
         return self.history
+
+    def _has_run(self, stop: StopRequest, line: ProgressLine) -> bool:
+        """Run all steps; False after a failure that the run has survived."""
+        try:
+            with self._watch:
+                while self.step < self.config.num_steps:
+                    self._run_step(stop, line)
+                self._saver.settle()
+        except self.survival.failures as error:
+            self.survival.recover(error)
+            return False
+        return True
+
+    def _run_step(self, stop: StopRequest, line: ProgressLine) -> None:
+        self.history.records.append(self._train_step(stop))
+        self.survival.step_done()
+        saved = self.finish_step()
+        line.show(self.history.records[-1])
+        if self._stop_agreed:
+            raise KeyboardInterrupt(save_stopped(self, saved))
+
+    def finish_step(self) -> Path | None:
+        """Evaluate and save, if due after the last step; may be called again for that step.
+
+        Returns:
+            The checkpoint of that step; None when none was due.
+        """
+        self.model.train()
+        records = self.history.records
+        if not records or records[-1].step != self.step:
+            return None
+        records[-1] = self._evaluate_if_due(records[-1])
+        return self._save_if_due(records[-1])
 
     def resume(self) -> TrainHistory:
         """Load the newest checkpoint and train on from it: `fit(resume=True)`.
@@ -135,7 +171,7 @@ class Trainer:
 
     def _train_step(self, stop: StopRequest) -> StepRecord:
         started = time.perf_counter()
-        inputs, targets = self._on_device(self._data.batch(self.step))
+        inputs, targets = self._on_device(self.data.batch(self.step))
         sharing: list[tuple[Tensor, dist.Work | None]] = []
         self._forward_backward(
             inputs, targets, lambda loss: sharing.append(self._share(loss, stop))
@@ -164,6 +200,7 @@ class Trainer:
 
     def _share(self, loss: Tensor, stop: StopRequest) -> tuple[Tensor, dist.Work | None]:
         """Sum the loss, and what a rank has to tell, while backward runs."""
+        self.survival.settle()
         told = (float(stop.asked), *map(float, self._saver.wishes()))
         shared = torch.cat((loss.reshape(1), loss.new_tensor(told)))
         return shared, dist.all_reduce(shared, async_op=True)
@@ -180,9 +217,18 @@ class Trainer:
         self.optimizer.zero_grad()
         return rate
 
+    def notes(self) -> list[float]:
+        """Return what else the next steps depend on, as numbers."""
+        return self._forward_backward.scale.notes()
+
+    def take_notes(self, step: int, notes: list[float]) -> None:
+        """Be at a step, with the notes that were taken then."""
+        self.step = step
+        self._forward_backward.scale.take_notes(notes)
+
     def evaluate(self) -> float:
         """Return the mean loss over the validation split."""
-        return validation_loss(self.model, self._data, self.config.loss_fn, self._device)
+        return validation_loss(self.model, self.data, self.config.loss_fn, self._device)
 
     def save(self) -> Path:
         """Write a checkpoint of the current step and return its path when it is complete.
@@ -228,37 +274,6 @@ class Trainer:
                 self.step,
             )
         _log.info("resumed from %s at step %d", path, self.step)
-
-    def _begin(self, resume: bool | Literal["auto"]) -> None:
-        if dist.group.WORLD is not self._group:
-            raise NoWorldError(
-                "the process group was made anew after this trainer was built, and its model is "
-                "sharded over the old one; build the model and the Trainer again, then call "
-                'fit(resume="auto")'
-            )
-        self._saver.settle()
-        newest = (
-            newest_for_all(checkpoint_config(self.config))
-            if resume or (self.step == 0 and self.config.checkpoint)
-            else None
-        )
-        if resume is True and newest is None:
-            checkpoint.latest(
-                checkpoint_config(self.config).directory
-            )  # raises, saying what is there
-        if newest is not None and (resume is True or (resume and step_of(newest) > self.step)):
-            self.load(newest)
-        elif newest is not None and self.step == 0:
-            raise CheckpointError(
-                f"{newest} is there already and this trainer is at step 0: a new run would mix "
-                'with that one; call fit(resume="auto") to go on from it, or set another '
-                "CheckpointConfig(directory=...)"
-            )
-        elif self.step == 0:
-            seed_rng(self.config.seed, 0, dist.get_rank())
-        self._stop_agreed = False
-        check_ranks_agree(self.step, updating=self._updating)
-        self.model.train()
 
     def _evaluate_if_due(self, record: StepRecord) -> StepRecord:
         every = self.config.eval_every

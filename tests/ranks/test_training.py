@@ -133,7 +133,7 @@ def _interrupted(rank):
     data = _data()
     plain = Trainer(_model(), data, _config(6)).fit().losses
     trainer = Trainer(_model(), data, _config(6))
-    batch = trainer._data.batch
+    batch = trainer.data.batch
 
     class Interrupting:
         num_validation_batches = 0
@@ -143,7 +143,7 @@ def _interrupted(rank):
                 os.kill(os.getpid(), signal.SIGINT)
             return batch(step)
 
-    trainer._data = Interrupting()
+    trainer.data = Interrupting()
     stopped_at, told = None, ""
     try:
         trainer.fit()

@@ -28,7 +28,7 @@ LAYERS = [
     {"train"},
     {"doctor"},
     {"bulk", "runfiles"},
-    {"errors", "messages", "keeper"},
+    {"errors", "messages", "keeper", "ports"},
 ]
 TOPS = {"", "__main__", "testing"}  # may import anything; nothing below imports the last two
 HEIGHT = {unit: -depth for depth, units in enumerate(LAYERS) for unit in units}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, TypedDict
 
@@ -15,7 +16,8 @@ from nbdist.train.parallelize.context import check_context, spread_context
 from nbdist.train.parallelize.data import check_strategy, recompute_blocks, sharding_of, spread_data
 from nbdist.train.parallelize.expert import check_experts, spread_experts
 from nbdist.train.parallelize.pipeline import Pipeline, PipelineConfig, plan_stages
-from nbdist.train.parallelize.record import Applied, Strategy, applied_to, remember
+from nbdist.train.parallelize.record import Again, Applied, Strategy, applied_to, remember
+from nbdist.train.parallelize.skeleton import Skeleton
 from nbdist.train.parallelize.tensor import resolve_plan, spread_tensors
 
 if TYPE_CHECKING:
@@ -77,10 +79,8 @@ def parallelize(
     if applied_to(model) or isinstance(model, FSDPModule | DistributedDataParallel):
         return model
     _check_mesh(mesh)
-    check_materialized(model)
-    check_strategy(strategy, mesh, param_dtype)
-    check_experts(model, mesh)
-    check_context(model, mesh)
+    _check_model(model, mesh, strategy, param_dtype)
+    skeleton = Skeleton.of(model)
     tp = axis_size(mesh, Axis.TP)
     cut: _Cut = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
     _check_cut(tp, any_cut=sequence_parallel or loss_parallel)
@@ -99,8 +99,19 @@ def parallelize(
     piped = Pipeline(model, mesh, stages, sharding) if stages else None
     if piped is None and (sharding or strategy == "ddp"):
         model = spread_data(model, mesh, sharding)
-    remember(model, Applied(mesh, strategy, loss_parallel, _texts(whole_plan), piped))
+    same = {"param_dtype": param_dtype, "checkpoint_activations": checkpoint_activations}
+    options = {"plan": plan, "pipeline": _as_cut(pipeline, stages), "strategy": strategy}
+    again = Again(skeleton, {**options, **same, **cut})
+    remember(model, Applied(mesh, strategy, loss_parallel, _texts(whole_plan), piped, again))
     return model
+
+
+def _as_cut(config: PipelineConfig | None, stages: Stages | None) -> PipelineConfig | None:
+    """Return the settings with the cuts that were found: measured again, others may come out."""
+    if stages is None:
+        return None
+    cuts = tuple(part[0] for part in stages.parts[1:])
+    return dataclasses.replace(config or PipelineConfig(), cuts=cuts, sample=None)
 
 
 def _quiet_redistribution() -> None:
@@ -142,6 +153,15 @@ def _plan_pipeline(
             "its rows from a part of them; leave one of the two out"
         )
     return plan_stages(model, mesh, config or PipelineConfig())
+
+
+def _check_model(
+    model: nn.Module, mesh: DeviceMesh, strategy: Strategy, param_dtype: torch.dtype | None
+) -> None:
+    check_materialized(model)
+    check_strategy(strategy, mesh, param_dtype)
+    check_experts(model, mesh)
+    check_context(model, mesh)
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

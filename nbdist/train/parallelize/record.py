@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -13,11 +13,25 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from nbdist.train.parallelize.pipeline import Pipeline
+    from nbdist.train.parallelize.skeleton import Skeleton
 
-__all__ = ["Applied", "Strategy", "applied_to", "bare", "remember"]
+__all__ = ["Again", "Applied", "Strategy", "applied_to", "bare", "remember"]
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
 """What data-parallel ranks keep whole between steps; see `parallelize`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """With what a new model can be spread as one was.
+
+    Attributes:
+        skeleton: the whole model without its weights.
+        options: of `parallelize`.
+    """
+
+    skeleton: Skeleton
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +44,7 @@ class Applied:
         loss_parallel: the model returns logits whose vocabulary is sharded.
         tensor_plan: style of each module that `tp` shards, by name.
         pipeline: this rank's stages, where the model is cut over `pp`.
+        again: how to do it once more.
     """
 
     mesh: DeviceMesh
@@ -37,6 +52,7 @@ class Applied:
     loss_parallel: bool = False
     tensor_plan: dict[str, str] | None = None
     pipeline: Pipeline | None = None
+    again: Again | None = None
 
 
 # not an attribute of the module: copies and state dicts of a model must not carry it

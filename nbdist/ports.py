@@ -1,0 +1,80 @@
+"""What surviving a rank's death needs of the layer that starts processes (anywhere; torch-free).
+
+`train` stands below `rank`: it names here what it needs, a rank of a world provides it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = ["PackedNames", "Policy", "SurvivalPort", "current_port", "install_port"]
+
+
+PackedNames = tuple[dict[str, bytes], tuple[str, ...]]
+"""Values of a user's names, packed, and the names whose values cannot be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What is done when a rank dies in `fit`.
+
+    Attributes:
+        on_failure: "heal" puts a new process in its place.
+        max_failures: failures within `per_hours` that are answered so; the next one ends the cell.
+        per_hours: length of that time.
+    """
+
+    on_failure: str
+    max_failures: int
+    per_hours: float
+
+
+class SurvivalPort(Protocol):
+    """A rank's way to those who replace its dead peers (main thread of a rank)."""
+
+    def begin(self, policy: Policy) -> str:
+        """Say that from now on the running cell survives the death of a rank.
+
+        Returns:
+            Why a new rank could not take up the cell, as a sentence; empty when it can.
+        """
+        ...
+
+    def end(self) -> None:
+        """Say that it no longer does."""
+        ...
+
+    def wait_for_group(self, error: BaseException) -> None:
+        """Return when the default group has been made anew with all ranks; raise `error` if not."""
+        ...
+
+    def pack_names(self, known: dict[str, Any]) -> PackedNames:
+        """Return the user's names for a new rank; objects of `known` stand by their name there."""
+        ...
+
+    def unpack_names(self, packed: PackedNames, known: dict[str, Any]) -> None:
+        """Set the names that `pack_names` of another rank returned."""
+        ...
+
+    def rebind(self, pairs: list[tuple[Any, Any]]) -> None:
+        """Let the user's names of old objects mean the new ones; pairs are (old, new)."""
+        ...
+
+    def recovered(self, *, step: int, steps_lost: int, source: str) -> None:
+        """Tell that this rank goes on from `step`, with state from `source`."""
+        ...
+
+
+_port: SurvivalPort | None = None
+
+
+def install_port(port: SurvivalPort | None) -> None:
+    """Set this process's port; called once by the rank's bootstrap."""
+    global _port  # noqa: PLW0603 - one rank is one process
+    _port = port
+
+
+def current_port() -> SurvivalPort | None:
+    """Return this process's port; None outside a world's rank."""
+    return _port

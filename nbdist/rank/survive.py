@@ -1,0 +1,244 @@
+"""Lets a rank's cell go on after another rank has died, or as the new rank in its place (rank).
+
+What `nbdist.train.survival` needs of this layer: it names it in `SurvivalPort`.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import logging
+import pickle
+import queue
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from nbdist.messages import AbortGroup, CanRecover, JoinGroup, Recovered, RunCell
+from nbdist.rank.namespace import user_names
+from nbdist.rank.rejoin import call_site, rest_of
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nbdist.ports import PackedNames, Policy
+    from nbdist.rank.executor import Executor
+    from nbdist.rank.namespace import Namespace
+    from nbdist.train.survival import NewRank
+
+__all__ = ["Survivor", "begin", "go_on", "rejoining"]
+
+log = logging.getLogger(__name__)
+
+# gloo sees a death before the client does; the client's word comes within milliseconds.
+PATIENCE_SECONDS = 5.0
+TICK_SECONDS = 0.05
+
+_survivor: Survivor | None = None
+_new_rank: NewRank | None = None
+
+
+class Survivor:
+    """This rank's `SurvivalPort`.
+
+    Args:
+        executor: of the rank's cells, and their events.
+        namespace: the user's names.
+        join: joins a generation of the group on the main thread; False when it failed.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        namespace: Namespace,
+        join: Callable[[JoinGroup], bool],
+    ) -> None:
+        global _survivor  # noqa: PLW0603 - one rank is one process
+        self._executor = executor
+        self._output = executor.output
+        self._namespace = namespace
+        self._join = join
+        self._inbox: queue.SimpleQueue[AbortGroup | JoinGroup] = queue.SimpleQueue()
+        self._is_on = False
+        self._missing: tuple[str, ...] = ()
+        executor.on_rejoin = self._rejoin
+        _survivor = self
+
+    def takes(self, message: AbortGroup | JoinGroup) -> bool:
+        """Return whether the main thread, in a cell, takes care of a message (control thread)."""
+        if self._is_on:
+            self._inbox.put(message)
+        return self._is_on
+
+    def begin(self, policy: Policy) -> str:
+        """See `SurvivalPort`."""
+        call, problem = call_site(sys._getframe(1), self._executor.cell_numbers)
+        if problem:
+            return problem
+        self._drain()
+        self._is_on = True
+        self._output.event(
+            CanRecover,
+            on_failure=policy.on_failure,
+            max_failures=policy.max_failures,
+            per_hours=policy.per_hours,
+            call=call,
+        )
+        return ""
+
+    def end(self) -> None:
+        """See `SurvivalPort`."""
+        self._is_on = False
+        self._output.event(CanRecover, on_failure="")
+
+    def wait_for_group(self, error: BaseException) -> None:
+        """See `SurvivalPort`."""
+        deadline: float | None = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                message = self._inbox.get(timeout=TICK_SECONDS)
+            except queue.Empty:
+                if deadline is not None and time.monotonic() > deadline:
+                    raise error from None
+                continue
+            if isinstance(message, JoinGroup):
+                if self._join(message):
+                    return
+            elif message.heals:
+                # It may take as long as a process needs to start; the client ends it.
+                deadline = None
+            else:
+                raise error
+
+    def pack_names(self, known: dict[str, Any]) -> PackedNames:
+        """See `SurvivalPort`."""
+        from torch.distributed import ProcessGroup
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor
+
+        names = {id(value): name for name, value in known.items()}
+        bound = (ProcessGroup, DeviceMesh, DTensor)
+        packed: dict[str, bytes] = {}
+        missing = []
+        for name in user_names():
+            value = self._namespace.names[name]
+            if self._namespace.is_ours(name):
+                continue
+            room = io.BytesIO()
+            try:
+                _Packer(room, names, bound).dump(value)
+            except Exception as error:  # noqa: BLE001 - whatever a user's object raises when it is packed
+                log.info("`%s` is not given to the new rank: %s", name, error)
+                missing.append(name)
+            else:
+                packed[name] = room.getvalue()
+        return packed, tuple(missing)
+
+    def unpack_names(self, packed: PackedNames, known: dict[str, Any]) -> None:
+        """See `SurvivalPort`."""
+        values, missing = packed
+        failed = list(missing)
+        for name, one in values.items():
+            try:
+                value = _Unpacker(io.BytesIO(one), known).load()
+            except Exception as error:  # noqa: BLE001 - whatever a user's object raises
+                log.info("`%s` cannot be taken from another rank: %s", name, error)
+                failed.append(name)
+            else:
+                self._namespace.names[name] = value
+        self._missing = tuple(failed)
+
+    def rebind(self, pairs: list[tuple[Any, Any]]) -> None:
+        """See `SurvivalPort`."""
+        new = {id(old): value for old, value in pairs}
+        for name, value in list(self._namespace.names.items()):
+            if id(value) in new and not self._namespace.is_ours(name):
+                self._namespace.names[name] = new[id(value)]
+
+    def recovered(self, *, step: int, steps_lost: int, source: str) -> None:
+        """See `SurvivalPort`."""
+        self._output.event(
+            Recovered, step=step, steps_lost=steps_lost, source=source, missing=self._missing
+        )
+
+    def _rejoin(self, request: RunCell) -> None:
+        """Get ready for a cell that others are in (control thread)."""
+        del request
+        self._drain()
+        self._is_on = True
+
+    def _drain(self) -> None:
+        while not self._inbox.empty():
+            self._inbox.get()
+
+
+@contextmanager
+def rejoining(shell: InteractiveShell, request: RunCell) -> Iterator[None]:
+    """Let the shell run of a cell only what a new rank runs, if this rank is one."""
+    transformers = list(shell.ast_transformers)
+    if request.rejoin:
+        shell.ast_transformers = [*transformers, _Rejoin(request.rejoin)]
+    try:
+        yield
+    finally:
+        shell.ast_transformers = transformers
+
+
+class _Rejoin(ast.NodeTransformer):
+    """Leaves of a cell what a new rank runs of it."""
+
+    def __init__(self, call: tuple[int, ...]) -> None:
+        self._call = call
+
+    def visit_Module(self, tree: ast.Module) -> ast.Module:
+        """Return the rest of the cell."""
+        rest = rest_of(tree, self._call)
+        assert rest is not None, "the other ranks have looked"
+        return rest
+
+
+def begin() -> None:
+    """Join the other ranks; the first statement of a new rank's cell."""
+    global _new_rank  # noqa: PLW0603 - one rank is one process
+    from nbdist.train.survival import NewRank
+
+    assert _survivor is not None, "set when the rank began to take cells"
+    _new_rank = NewRank(_survivor)
+    _new_rank.join()
+
+
+def go_on() -> Any:
+    """Return what the call that the other ranks are in returns."""
+    global _new_rank
+    new, _new_rank = _new_rank, None
+    assert new is not None, "has joined before"
+    return new.go_on()
+
+
+class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
+    """Packs a name's value; what every rank builds itself stands by its name."""
+
+    def __init__(self, room: io.BytesIO, known: dict[int, str], bound: tuple[type, ...]) -> None:
+        super().__init__(room)
+        self._known = known
+        self._bound = bound
+
+    def persistent_id(self, value: Any) -> str | None:
+        if (name := self._known.get(id(value))) is not None:
+            return name
+        if isinstance(value, self._bound):
+            raise pickle.PicklingError(f"a {type(value).__name__} belongs to its rank")
+        return None
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, data: io.BytesIO, known: dict[str, Any]) -> None:
+        super().__init__(data)
+        self._known = known
+
+    def persistent_load(self, name: Any) -> Any:
+        return self._known[name]

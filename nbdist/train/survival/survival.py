@@ -1,0 +1,198 @@
+"""What a trainer does so that its run survives the death of a rank (ranks)."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Self
+
+import torch.distributed as dist
+
+from nbdist.errors import CheckpointError, NbdistError
+from nbdist.ports import Policy, SurvivalPort, current_port
+from nbdist.train.parallelize import applied_to
+from nbdist.train.survival.mirror import Mirror
+from nbdist.train.survival.recovery import Recipe, go_on, known_objects, take_recipe
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from nbdist.train.data import TrainData
+    from nbdist.train.metrics import TrainHistory
+    from nbdist.train.trainer import Trainer
+
+__all__ = ["NewRank", "Survival"]
+
+_log = logging.getLogger(__name__)
+
+# What a peer's death makes of a collective, or of a save that was under way.
+_FAILURES = (RuntimeError, CheckpointError)
+
+
+class Survival:
+    """Keeps copies while a trainer runs, and brings it back after a failure.
+
+    Entered around the steps of `fit`. Does nothing with `on_failure="stop"`, on a single rank, or
+    in a process that nobody can replace.
+
+    Args:
+        trainer: whose run it is.
+        data: its whole data set.
+    """
+
+    failures = _FAILURES
+
+    def __init__(self, trainer: Trainer, data: TrainData) -> None:
+        self._trainer = trainer
+        self._data = data
+        self._port: SurvivalPort | None = None
+        self._mirror: Mirror | None = None
+
+    def __enter__(self) -> Self:
+        config = self._trainer.config
+        if config.on_failure == "stop" or dist.get_world_size() == 1:
+            return self
+        self._port = current_port()
+        if self._port is None:
+            _log.warning(
+                "on_failure=%r was asked for, but this process is no rank of a World: nobody can "
+                "put a new one in its place; a failure ends the run",
+                config.on_failure,
+            )
+            return self
+        _check_can_build(self._trainer)
+        policy = Policy(
+            on_failure=config.on_failure,
+            max_failures=config.max_failures,
+            per_hours=config.per_hours,
+        )
+        problem = self._port.begin(policy)
+        if problem:
+            self._port = None
+            if dist.get_rank() == 0:
+                _log.warning("a rank's death will end this cell: %s", problem)
+            return self
+        if self._mirror is None:
+            self._mirror = Mirror(self._trainer.model, self._trainer.optimizer, self._trainer.mesh)
+            self._mirror.take(self._trainer.step, self._trainer.notes())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._port is not None:
+            self._port.end()
+        self._port, self._mirror = None, None
+
+    def settle(self) -> None:
+        """Wait for the copy that is under way; before a collective of every step."""
+        if self._mirror is not None:
+            self._mirror.settle()
+
+    def step_done(self) -> None:
+        """Begin a copy of the state, if one is due. Collective over: the default group."""
+        trainer = self._trainer
+        if self._mirror is not None and trainer.step % trainer.config.mirror_every == 0:
+            self._mirror.take(trainer.step, trainer.notes())
+
+    def recover(self, error: BaseException) -> None:
+        """Go on after a failure, with new ranks in the place of dead ones.
+
+        Collective over: all ranks of the group that follows.
+
+        Raises:
+            BaseException: `error`, when no rank has died, or it is not to be replaced.
+            NbdistError: there is nothing to go on from.
+        """
+        if self._port is None or self._mirror is None:
+            raise error
+        trainer, before = self._trainer, self._trainer.step
+        self._mirror.abandon()
+        while True:
+            self._port.wait_for_group(error)
+            try:
+                self._rebuild(before)
+            except RuntimeError as again:  # another rank has died meanwhile
+                error = again
+            else:
+                break
+        self._port.recovered(
+            step=trainer.step, steps_lost=max(before - trainer.step, 0), source=self._source
+        )
+
+    def _rebuild(self, before: int) -> None:
+        trainer, port = self._trainer, self._port
+        assert port is not None, "checked by the caller"
+        old = known_objects(trainer, self._data)
+        recipe, _ = take_recipe(Recipe.of(trainer, self._data), lambda: port.pack_names(old))
+        model, mesh = recipe.build()
+        trainer.assemble(model, mesh)
+        outcome = go_on(trainer, self._mirror, before)
+        self._mirror, self._source = outcome.mirror, outcome.source
+        trainer.history.forget_after(outcome.step)
+        new = known_objects(trainer, self._data)
+        port.rebind([(old[name], new[name]) for name in ("model", "bare", "optimizer", "mesh")])
+        trainer.finish_step()
+
+    def take_over(self, mirror: Mirror, port: SurvivalPort) -> None:
+        """Begin with the copies that a new rank has made."""
+        self._mirror, self._port = mirror, port
+
+
+class NewRank:
+    """A process in the place of a dead rank, which goes on with the others' run.
+
+    Args:
+        port: of this process.
+    """
+
+    def __init__(self, port: SurvivalPort) -> None:
+        self._port = port
+        self._trainer: Trainer | None = None
+
+    def join(self) -> None:
+        """Build what the others have and take the state. Collective over: all ranks.
+
+        Raises:
+            NbdistError: as `go_on`.
+            RuntimeError: the group broke, and nobody makes it anew.
+        """
+        while True:
+            try:
+                self._build()
+            except RuntimeError as error:  # another rank has died meanwhile
+                self._port.wait_for_group(error)
+            else:
+                return
+
+    def go_on(self) -> TrainHistory:
+        """Train to the end and return the history, as `fit` does on the others."""
+        assert self._trainer is not None, "has joined before"
+        return self._trainer.go_on()
+
+    def _build(self) -> None:
+        recipe, names = take_recipe(None, lambda: None)
+        model, mesh = recipe.build()
+        trainer = recipe.trainer(model, recipe.data, recipe.config, mesh=mesh)
+        outcome = go_on(trainer, None, 0)
+        trainer.history.records[:] = recipe.records
+        trainer.history.forget_after(outcome.step)
+        trainer.survival.take_over(outcome.mirror, self._port)
+        self._port.unpack_names(names, known_objects(trainer, recipe.data))
+        trainer.finish_step()
+        self._port.recovered(step=outcome.step, steps_lost=0, source=outcome.source)
+        self._trainer = trainer
+
+
+def _check_can_build(trainer: Trainer) -> None:
+    applied = applied_to(trainer.model)
+    skeleton = applied.again.skeleton if applied and applied.again else None
+    if skeleton is None or skeleton.module is None:
+        found = skeleton.problem if skeleton else "it came spread over the ranks already"
+        raise NbdistError(
+            f"on_failure={trainer.config.on_failure!r} was asked for, but the model cannot be "
+            f"built again: {found}; give Trainer the whole model or one from parallelize(), or "
+            'set on_failure="stop"'
+        )
