@@ -31,7 +31,13 @@ class Policy:
 
 
 class SurvivalPort(Protocol):
-    """A rank's way to those who replace its dead peers (main thread of a rank)."""
+    """A rank's way to those who replace its dead peers (main thread of a rank).
+
+    Attributes:
+        namespace: the dictionary that cells run in.
+    """
+
+    namespace: dict[str, Any]
 
     def begin(self, policy: Policy) -> str:
         """Say that from now on the running cell survives the death of a rank.

@@ -167,6 +167,8 @@ class CellRun:
         elif isinstance(event, RankFailed):
             self._ladder.take_failure(event.rank, time.monotonic())
         elif isinstance(event, RankDone):
+            if event.status != "ok":
+                self._recovering.give_up(event.rank)
             self._endings[event.rank] = event
             self._waiting.discard(event.rank)
             self._take_end(event.status, time.monotonic())

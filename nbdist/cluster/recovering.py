@@ -81,8 +81,9 @@ class Recovering:
 
     @property
     def lost_ranks(self) -> list[int]:
-        """Ranks of this incident."""
-        return sorted(self._deaths)
+        """Ranks that no process runs the cell for: to be told of after a failure."""
+        gone = self._link.lost_ranks | self._new
+        return sorted(gone & set(self._deaths))
 
     def take(self, event: CanRecover | Recovered) -> None:
         """Note what a rank says."""
@@ -117,6 +118,11 @@ class Recovering:
                 self._thread.start()
         return True
 
+    def give_up(self, rank: int) -> None:
+        """Note that a rank has ended its cell instead of going on: it tells why itself."""
+        if self.is_busy:
+            self._fail(NbdistError(f"rank {rank} could not go on"))
+
     def note(self) -> CellNote | None:
         """Return what the user should know of it, one piece at a time."""
         return None if self._notes.empty() else self._notes.get()
@@ -142,7 +148,7 @@ class Recovering:
                 return False
         self._new |= set(lost)
         self._post(AbortGroup(generation=self.generation, heals=True))
-        who = ", ".join(map(str, self.lost_ranks))
+        who = ", ".join(map(str, sorted(self._deaths)))
         self._say(f"rank {who} died: {'; '.join(self._deaths.values())}; it is being replaced")
         try:
             self._world.bring_up(lost, lambda text: self._say(f"rank {who} died; {text}"))

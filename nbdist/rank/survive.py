@@ -6,17 +6,13 @@ What `nbdist.train.survival` needs of this layer: it names it in `SurvivalPort`.
 from __future__ import annotations
 
 import ast
-import io
 import logging
-import pickle
 import queue
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-
-import cloudpickle  # type: ignore[import-untyped]
 
 from nbdist.messages import AbortGroup, CanRecover, JoinGroup, Recovered, RunCell
 from nbdist.rank.namespace import user_names
@@ -61,6 +57,7 @@ class Survivor:
         self._executor = executor
         self._output = executor.output
         self._namespace = namespace
+        self.namespace = namespace.names
         self._join = join
         self._inbox: queue.SimpleQueue[AbortGroup | JoinGroup] = queue.SimpleQueue()
         self._is_on = False
@@ -116,48 +113,42 @@ class Survivor:
 
     def pack_names(self, known: dict[str, Any]) -> PackedNames:
         """See `SurvivalPort`."""
-        from torch.distributed import ProcessGroup
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.tensor import DTensor
+        from nbdist.train.survival.packing import pack
 
-        names = {id(value): name for name, value in known.items()}
-        bound = (ProcessGroup, DeviceMesh, DTensor)
         packed: dict[str, bytes] = {}
         missing = []
         for name in user_names():
-            value = self._namespace.names[name]
             if self._namespace.is_ours(name):
                 continue
-            room = io.BytesIO()
             try:
-                _Packer(room, names, bound).dump(value)
-            except Exception as error:  # noqa: BLE001 - whatever a user's object raises when it is packed
+                packed[name] = pack(self.namespace[name], known)
+            except Exception as error:  # noqa: BLE001 - whatever a user's object raises
                 log.info("`%s` is not given to the new rank: %s", name, error)
                 missing.append(name)
-            else:
-                packed[name] = room.getvalue()
         return packed, tuple(missing)
 
     def unpack_names(self, packed: PackedNames, known: dict[str, Any]) -> None:
         """See `SurvivalPort`."""
+        from nbdist.train.survival.packing import unpack
+
         values, missing = packed
         failed = list(missing)
         for name, one in values.items():
             try:
-                value = _Unpacker(io.BytesIO(one), known).load()
+                value = unpack(one, known)
             except Exception as error:  # noqa: BLE001 - whatever a user's object raises
                 log.info("`%s` cannot be taken from another rank: %s", name, error)
                 failed.append(name)
             else:
-                self._namespace.names[name] = value
+                self.namespace[name] = value
         self._missing = tuple(failed)
 
     def rebind(self, pairs: list[tuple[Any, Any]]) -> None:
         """See `SurvivalPort`."""
         new = {id(old): value for old, value in pairs}
-        for name, value in list(self._namespace.names.items()):
+        for name, value in list(self.namespace.items()):
             if id(value) in new and not self._namespace.is_ours(name):
-                self._namespace.names[name] = new[id(value)]
+                self.namespace[name] = new[id(value)]
 
     def recovered(self, *, step: int, steps_lost: int, source: str) -> None:
         """See `SurvivalPort`."""
@@ -217,28 +208,3 @@ def go_on() -> Any:
     new, _new_rank = _new_rank, None
     assert new is not None, "has joined before"
     return new.go_on()
-
-
-class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
-    """Packs a name's value; what every rank builds itself stands by its name."""
-
-    def __init__(self, room: io.BytesIO, known: dict[int, str], bound: tuple[type, ...]) -> None:
-        super().__init__(room)
-        self._known = known
-        self._bound = bound
-
-    def persistent_id(self, value: Any) -> str | None:
-        if (name := self._known.get(id(value))) is not None:
-            return name
-        if isinstance(value, self._bound):
-            raise pickle.PicklingError(f"a {type(value).__name__} belongs to its rank")
-        return None
-
-
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, data: io.BytesIO, known: dict[str, Any]) -> None:
-        super().__init__(data)
-        self._known = known
-
-    def persistent_load(self, name: Any) -> Any:
-        return self._known[name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,14 +30,15 @@ if TYPE_CHECKING:
     from nbdist.train.parallelize.skeleton import Skeleton
     from nbdist.train.trainer import Trainer
 
-__all__ = ["Outcome", "Recipe", "go_on", "known_objects", "take_recipe"]
+_Shared = tuple[tuple[bytes, bytes], "PackedNames"]
+
+__all__ = ["Outcome", "Recipe", "go_on", "known_objects", "share"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """What a new rank needs to build what a survivor has, without its state."""
 
-    trainer: type[Trainer]
     skeleton: Skeleton
     options: dict[str, Any]
     device_type: str
@@ -55,7 +55,6 @@ class Recipe:
         assert applied.again is not None, "spread by `parallelize`"
         names = trainer.mesh.mesh_dim_names or ()
         return cls(
-            trainer=type(trainer),
             skeleton=applied.again.skeleton,
             options=applied.again.options,
             device_type=trainer.mesh.device_type,
@@ -89,31 +88,29 @@ class Outcome:
     source: str
 
 
-def take_recipe(
-    recipe: Recipe | None, pack: Callable[[], PackedNames | None]
-) -> tuple[Recipe, PackedNames]:
-    """Return a survivor's recipe and names on every rank. Collective over: the default group.
+def share(pack: Callable[[], _Shared] | None) -> _Shared:
+    """Return a survivor's packed trainer class, recipe and names. Collective over: all ranks.
 
     Args:
-        recipe: None on a new rank.
-        pack: calls `SurvivalPort.pack_names`, on the rank whose names are taken.
+        pack: makes them, on one of the ranks that have them; None on a new rank.
+
+    Raises:
+        NbdistError: no rank has them.
     """
     everyone: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(everyone, recipe is not None)
+    dist.all_gather_object(everyone, pack is not None)
     if not any(everyone):
         raise NbdistError(
             "a run was to go on after a failure, but no rank of it is left; run the cell again "
             'with fit(resume="auto")'
         )
     source = everyone.index(True)
-    packed: list[Any] = [None, None]
-    if dist.get_rank() == source:
-        packed = [cloudpickle.dumps(recipe), pack()]
+    packed: list[Any] = [None]
+    if pack is not None and dist.get_rank() == source:
+        packed = [pack()]
     dist.broadcast_object_list(packed, src=source)
-    if recipe is None:
-        recipe = cloudpickle.loads(packed[0])
-        assert isinstance(recipe, Recipe)
-    return recipe, packed[1]
+    shared: _Shared = packed[0]
+    return shared
 
 
 def go_on(trainer: Trainer, mirror: Mirror | None, steps_done: int) -> Outcome:
@@ -189,7 +186,9 @@ def _from_checkpoint(trainer: Trainer) -> Outcome:
             "rank's memory, and there is no checkpoint; run the cell again from the start, and "
             "set TrainConfig.checkpoint for the next time"
         )
+    records = trainer.history.records
     trainer.load(path)
+    trainer.history.records[:] = records
     mirror = Mirror(trainer.model, trainer.optimizer, trainer.mesh)
     mirror.take(trainer.step, trainer.notes())
     return Outcome(mirror=mirror, step=trainer.step, source=str(path))

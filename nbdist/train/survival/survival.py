@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 
@@ -11,7 +11,8 @@ from nbdist.errors import CheckpointError, NbdistError
 from nbdist.ports import Policy, SurvivalPort, current_port
 from nbdist.train.parallelize import applied_to
 from nbdist.train.survival.mirror import Mirror
-from nbdist.train.survival.recovery import Recipe, go_on, known_objects, take_recipe
+from nbdist.train.survival.packing import NAMESPACE, pack, unpack, why_not_packed
+from nbdist.train.survival.recovery import Recipe, go_on, known_objects, share
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -59,7 +60,7 @@ class Survival:
                 config.on_failure,
             )
             return self
-        _check_can_build(self._trainer)
+        _check_can_build(self._trainer, self._data, self._port)
         policy = Policy(
             on_failure=config.on_failure,
             max_failures=config.max_failures,
@@ -125,10 +126,10 @@ class Survival:
     def _rebuild(self, before: int) -> None:
         trainer, port = self._trainer, self._port
         assert port is not None, "checked by the caller"
-        old = known_objects(trainer, self._data)
-        recipe, _ = take_recipe(Recipe.of(trainer, self._data), lambda: port.pack_names(old))
-        model, mesh = recipe.build()
-        trainer.assemble(model, mesh)
+        old = known_objects(trainer, self._data) | {NAMESPACE: port.namespace}
+        recipe = Recipe.of(trainer, self._data)
+        share(lambda: (_pack(recipe, trainer, port), port.pack_names(old)))
+        trainer.assemble(*recipe.build())
         outcome = go_on(trainer, self._mirror, before)
         self._mirror, self._source = outcome.mirror, outcome.source
         trainer.history.forget_after(outcome.step)
@@ -173,26 +174,42 @@ class NewRank:
         return self._trainer.go_on()
 
     def _build(self) -> None:
-        recipe, names = take_recipe(None, lambda: None)
+        (kind, packed), names = share(None)
+        # Data and settings may refer to the trainer, which is made with them.
+        known: dict[str, Any] = {NAMESPACE: self._port.namespace}
+        made: type[Trainer] = unpack(kind, known)
+        trainer = made.__new__(made)
+        recipe: Recipe = unpack(packed, known | {"trainer": trainer})
         model, mesh = recipe.build()
-        trainer = recipe.trainer(model, recipe.data, recipe.config, mesh=mesh)
-        outcome = go_on(trainer, None, 0)
+        made.__init__(trainer, model, recipe.data, recipe.config, mesh=mesh)
         trainer.history.records[:] = recipe.records
+        outcome = go_on(trainer, None, 0)
         trainer.history.forget_after(outcome.step)
         trainer.survival.take_over(outcome.mirror, self._port)
-        self._port.unpack_names(names, known_objects(trainer, recipe.data))
+        self._port.unpack_names(names, known | known_objects(trainer, recipe.data))
         trainer.finish_step()
         self._port.recovered(step=outcome.step, steps_lost=0, source=outcome.source)
         self._trainer = trainer
 
 
-def _check_can_build(trainer: Trainer) -> None:
+def _pack(recipe: Recipe, trainer: Trainer, port: SurvivalPort) -> tuple[bytes, bytes]:
+    known = {NAMESPACE: port.namespace}
+    return pack(type(trainer), known), pack(recipe, known | {"trainer": trainer})
+
+
+def _check_can_build(trainer: Trainer, data: TrainData, port: SurvivalPort) -> None:
+    """Raise NbdistError now, when a new rank could not be given what it needs."""
     applied = applied_to(trainer.model)
     skeleton = applied.again.skeleton if applied and applied.again else None
-    if skeleton is None or skeleton.module is None:
-        found = skeleton.problem if skeleton else "it came spread over the ranks already"
+    if skeleton is None:
+        found = "it came spread over the ranks already"
+    elif not (found := skeleton.problem):
+        found = why_not_packed(
+            Recipe.of(trainer, data), {"trainer": trainer, NAMESPACE: port.namespace}
+        )
+    if found:
         raise NbdistError(
-            f"on_failure={trainer.config.on_failure!r} was asked for, but the model cannot be "
-            f"built again: {found}; give Trainer the whole model or one from parallelize(), or "
-            'set on_failure="stop"'
+            f"on_failure={trainer.config.on_failure!r} was asked for, but model, data and "
+            f"settings could not be given to a new rank: {found}; let them be pickled, give "
+            'Trainer a whole model or one from parallelize(), or set on_failure="stop"'
         )
