@@ -20,7 +20,8 @@ class Incident:
         at: wall-clock time at which the client knew of it, in seconds since 1970.
         deaths: how they ended, in words, by rank.
         outcome: "healed", or why the cell could not go on, in words.
-        replaced_seconds: from then until the new processes took cells.
+        freed_seconds: from then until the ranks that live had left what they waited in.
+        replaced_seconds: until the new processes took cells.
         group_seconds: until the new process group was verified.
         seconds: until all ranks had their state back.
         step: the run went on after it; -1 when it did not.
@@ -32,6 +33,7 @@ class Incident:
     at: float
     deaths: dict[int, str]
     outcome: str
+    freed_seconds: float = 0.0
     replaced_seconds: float = 0.0
     group_seconds: float = 0.0
     seconds: float = 0.0

@@ -179,10 +179,12 @@ class Recovering:
 
     def _end(self, outcome: str) -> None:
         told = list(self._recovered.values())
+        at = time.time() - (time.monotonic() - self._began)
         incident = Incident(
-            at=time.time() - (time.monotonic() - self._began),
+            at=at,
             deaths=dict(sorted(self._deaths.items())),
             outcome=outcome,
+            freed_seconds=max((one.freed_at - at for one in told if one.freed_at), default=0.0),
             replaced_seconds=self._times.get("replaced", 0.0),
             group_seconds=self._times.get("group", 0.0),
             seconds=time.monotonic() - self._began,

@@ -34,9 +34,12 @@ class Recovered(CellEvent):
         steps_lost: steps that are done again.
         source: where the state came from, in words.
         missing: names that a new rank could not be given.
+        freed_at: wall-clock time at which the rank had left what the failure had broken, in
+            seconds since 1970; 0 on a new rank.
     """
 
     step: int
     steps_lost: int
     source: str
     missing: tuple[str, ...] = ()
+    freed_at: float = 0.0

@@ -62,6 +62,7 @@ class Survivor:
         self._inbox: queue.SimpleQueue[AbortGroup | JoinGroup] = queue.SimpleQueue()
         self._is_on = False
         self._missing: tuple[str, ...] = ()
+        self._freed_at = 0.0
         executor.on_rejoin = self._rejoin
         _survivor = self
 
@@ -77,6 +78,7 @@ class Survivor:
         if problem:
             return problem
         self._drain()
+        self._freed_at = 0.0
         self._is_on = True
         self._output.event(
             CanRecover,
@@ -94,6 +96,7 @@ class Survivor:
 
     def wait_for_group(self, error: BaseException) -> None:
         """See `SurvivalPort`."""
+        self._freed_at = self._freed_at or time.time()
         deadline: float | None = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
@@ -152,8 +155,14 @@ class Survivor:
 
     def recovered(self, *, step: int, steps_lost: int, source: str) -> None:
         """See `SurvivalPort`."""
+        freed_at, self._freed_at = self._freed_at, 0.0
         self._output.event(
-            Recovered, step=step, steps_lost=steps_lost, source=source, missing=self._missing
+            Recovered,
+            step=step,
+            steps_lost=steps_lost,
+            source=source,
+            missing=self._missing,
+            freed_at=freed_at,
         )
 
     def _rejoin(self, request: RunCell) -> None:

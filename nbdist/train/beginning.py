@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
@@ -9,16 +10,25 @@ import torch.distributed as dist
 from nbdist.errors import CheckpointError, NoWorldError
 from nbdist.train import checkpoint
 from nbdist.train.manifest import step_of
-from nbdist.train.rng import seed_rng
+from nbdist.train.rng import restore_rng, seed_rng
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from nbdist.train.config import TrainConfig
+    from nbdist.train.manifest import Manifest
     from nbdist.train.saving import CheckpointConfig
     from nbdist.train.trainer import Trainer
 
-__all__ = ["begin", "check_ranks_agree", "checkpoint_config", "newest_for_all"]
+__all__ = [
+    "begin",
+    "check_ranks_agree",
+    "checkpoint_config",
+    "newest_for_all",
+    "restore_random_states",
+]
+
+_log = logging.getLogger(__name__)
 
 
 def begin(
@@ -100,3 +110,27 @@ def check_ranks_agree(step: int, *, updating: bool) -> None:
             f"steps {steps}; call resume() to go on from the newest checkpoint, or build a "
             "new Trainer"
         )
+
+
+def restore_random_states(path: str | Path, manifest: Manifest, seed: int) -> None:
+    """Set this rank's random states as in a checkpoint; they start anew on other numbers of ranks.
+
+    Args:
+        path: of the checkpoint.
+        manifest: of it.
+        seed: of the run.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if manifest.world_size == world_size:
+        restore_rng(checkpoint.read_rng(path, rank))
+        return
+    seed_rng(seed, manifest.step, rank)
+    _log.info(
+        "%s was written by %d ranks and is loaded by %d: random states start anew from (seed=%d, "
+        "step=%d, rank)",
+        path,
+        manifest.world_size,
+        world_size,
+        seed,
+        manifest.step,
+    )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.train.mesh import data_parallel_place
 from nbdist.train.models import auxiliary_loss
@@ -47,6 +48,7 @@ class ForwardBackward:
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, config: TrainConfig) -> None:
         self._model = model
+        self._has_run = False
         self._config = config
         self.scale = LossScale(enabled=config.autocast_dtype == "float16")
         applied = applied_to(model)
@@ -78,6 +80,7 @@ class ForwardBackward:
             share: called once, before the last backward, with this rank's part of the mean loss
                 of the global batch: a scalar that sums to it over all ranks.
         """
+        self._has_run = True
         if self._pipeline is not None:
             self._piped(inputs, targets, share)
             return
@@ -100,6 +103,18 @@ class ForwardBackward:
                 loss = loss if extra is None else loss + extra
                 factor = weight * self.scale.value
                 (loss if factor == 1 else loss * factor).backward()  # type: ignore[no-untyped-call]
+
+    def warm_up(self, batch: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        """Have DDP order its buckets before weights are loaded.
+
+        It does so in its first step, after which the gradients of more than two ranks are summed
+        in another order: without this, a run that goes on would differ in the last bits.
+
+        Args:
+            batch: returns any inputs and targets; the gradients are of no use.
+        """
+        if not self._has_run and isinstance(self._model, DistributedDataParallel):
+            self(*batch(), lambda _: None)
 
     def clip(self, parameters: list[nn.Parameter]) -> tuple[Tensor, bool]:
         """Clip the gradients; return the norm they had, and whether to take the step."""

@@ -13,14 +13,13 @@ import torch.distributed as dist
 from nbdist.train import checkpoint
 from nbdist.train.anomaly import AnomalyWatch
 from nbdist.train.autosave import save_stopped, snapshot_of
-from nbdist.train.beginning import begin
+from nbdist.train.beginning import begin, restore_random_states
 from nbdist.train.interrupt import StopRequest
 from nbdist.train.mesh import data_parallel_place
 from nbdist.train.metrics import ProgressLine, StepRecord, TrainHistory
 from nbdist.train.optim import build_optimizer, validation_loss
 from nbdist.train.parallelize import mesh_of, parallelize
 from nbdist.train.precision import deterministic
-from nbdist.train.rng import restore_rng, seed_rng
 from nbdist.train.saving import Saver
 from nbdist.train.steps import ForwardBackward
 from nbdist.train.survival import Survival
@@ -226,6 +225,11 @@ class Trainer:
         self.step = step
         self._forward_backward.scale.take_notes(notes)
 
+    def warm_up(self) -> None:
+        """See `ForwardBackward.warm_up`. Collective over: all ranks."""
+        self._forward_backward.warm_up(lambda: self._on_device(self.data.batch(self.step)))
+        self.optimizer.zero_grad()
+
     def evaluate(self) -> float:
         """Return the mean loss over the validation split."""
         return validation_loss(self.model, self.data, self.config.loss_fn, self._device)
@@ -255,24 +259,12 @@ class Trainer:
         Random states belong to ranks: another number of ranks starts new ones from (seed, step,
         rank).
         """
-        self.optimizer.zero_grad()
+        self.warm_up()
         manifest = checkpoint.load(path, self.model, self.optimizer)
         self.step = manifest.step
         self._updating = False
         self.history = TrainHistory()
-        if manifest.world_size == dist.get_world_size():
-            restore_rng(checkpoint.read_rng(path, dist.get_rank()))
-        else:
-            seed_rng(self.config.seed, self.step, dist.get_rank())
-            _log.info(
-                "%s was written by %d ranks and is loaded by %d: random states start anew from "
-                "(seed=%d, step=%d, rank)",
-                path,
-                manifest.world_size,
-                dist.get_world_size(),
-                self.config.seed,
-                self.step,
-            )
+        restore_random_states(path, manifest, self.config.seed)
         _log.info("resumed from %s at step %d", path, self.step)
 
     def _evaluate_if_due(self, record: StepRecord) -> StepRecord:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import sys
 import types
+from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -12,12 +16,36 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-__all__ = ["NAMESPACE", "pack", "unpack", "why_not_packed"]
+__all__ = ["NAMESPACE", "Surroundings", "pack", "unpack", "why_not_packed"]
 
 NAMESPACE = "namespace"
 """Name, among those known, of the dictionary that cells run in."""
 
 _BOUND = (ProcessGroup, DeviceMesh, DTensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where a process looks for files and modules.
+
+    Attributes:
+        directory: the current one.
+        path: of imports.
+    """
+
+    directory: str
+    path: tuple[str, ...]
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Return those of this process."""
+        return cls(str(Path.cwd()), tuple(sys.path))
+
+    def enter(self) -> None:
+        """Give them to this process, as far as they exist on its host."""
+        sys.path[:] = [*self.path, *(place for place in sys.path if place not in self.path)]
+        if Path(self.directory).is_dir():
+            os.chdir(self.directory)
 
 
 def pack(value: Any, known: dict[str, Any]) -> bytes:

@@ -15,6 +15,7 @@ from nbdist.train.parallelize import applied_to, bare, parallelize
 from nbdist.train.rng import seed_rng
 from nbdist.train.survival.choice import Choice, choose
 from nbdist.train.survival.mirror import Mirror, Offer, place_of
+from nbdist.train.survival.packing import Surroundings
 from nbdist.train.survival.state import DATA_AT, Slot, restore
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from nbdist.train.parallelize.skeleton import Skeleton
     from nbdist.train.trainer import Trainer
 
-_Shared = tuple[tuple[bytes, bytes], "PackedNames"]
+_Shared = tuple[Surroundings, bytes, bytes, "PackedNames"]
 
 __all__ = ["Outcome", "Recipe", "go_on", "known_objects", "share"]
 
@@ -89,7 +90,9 @@ class Outcome:
 
 
 def share(pack: Callable[[], _Shared] | None) -> _Shared:
-    """Return a survivor's packed trainer class, recipe and names. Collective over: all ranks.
+    """Return a survivor's surroundings, trainer class, recipe and names, the last three packed.
+
+    Collective over: all ranks.
 
     Args:
         pack: makes them, on one of the ranks that have them; None on a new rank.
@@ -131,6 +134,8 @@ def go_on(trainer: Trainer, mirror: Mirror | None, steps_done: int) -> Outcome:
     if choice is None:
         return _from_checkpoint(trainer)
     slot = _slot_for(choice, mirror)
+    if choice.step > 0:
+        trainer.warm_up()
     restore(slot, trainer.model, trainer.optimizer)
     trainer.take_notes(choice.step, slot.notes.tolist())
     fresh = Mirror(trainer.model, trainer.optimizer, trainer.mesh)

@@ -11,7 +11,7 @@ from nbdist.errors import CheckpointError, NbdistError
 from nbdist.ports import Policy, SurvivalPort, current_port
 from nbdist.train.parallelize import applied_to
 from nbdist.train.survival.mirror import Mirror
-from nbdist.train.survival.packing import NAMESPACE, pack, unpack, why_not_packed
+from nbdist.train.survival.packing import NAMESPACE, Surroundings, pack, unpack, why_not_packed
 from nbdist.train.survival.recovery import Recipe, go_on, known_objects, share
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Survival:
         assert port is not None, "checked by the caller"
         old = known_objects(trainer, self._data) | {NAMESPACE: port.namespace}
         recipe = Recipe.of(trainer, self._data)
-        share(lambda: (_pack(recipe, trainer, port), port.pack_names(old)))
+        share(lambda: (*_pack(recipe, trainer, port), port.pack_names(old)))
         trainer.assemble(*recipe.build())
         outcome = go_on(trainer, self._mirror, before)
         self._mirror, self._source = outcome.mirror, outcome.source
@@ -174,7 +174,8 @@ class NewRank:
         return self._trainer.go_on()
 
     def _build(self) -> None:
-        (kind, packed), names = share(None)
+        surroundings, kind, packed, names = share(None)
+        surroundings.enter()
         # Data and settings may refer to the trainer, which is made with them.
         known: dict[str, Any] = {NAMESPACE: self._port.namespace}
         made: type[Trainer] = unpack(kind, known)
@@ -192,9 +193,12 @@ class NewRank:
         self._trainer = trainer
 
 
-def _pack(recipe: Recipe, trainer: Trainer, port: SurvivalPort) -> tuple[bytes, bytes]:
+def _pack(
+    recipe: Recipe, trainer: Trainer, port: SurvivalPort
+) -> tuple[Surroundings, bytes, bytes]:
     known = {NAMESPACE: port.namespace}
-    return pack(type(trainer), known), pack(recipe, known | {"trainer": trainer})
+    packed = pack(recipe, known | {"trainer": trainer})
+    return Surroundings.here(), pack(type(trainer), known), packed
 
 
 def _check_can_build(trainer: Trainer, data: TrainData, port: SurvivalPort) -> None:
