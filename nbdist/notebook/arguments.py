@@ -17,6 +17,7 @@ COMMANDS = {
     "attach": "use a world that runs already",
     "heal": "start a process for each rank that died; the others keep their variables",
     "restart": "end ranks and start them anew; their variables go",
+    "incidents": "list the deaths of ranks in cells that survive them, and what was done",
     "interrupt": "stop the cell that runs on the ranks",
     "debug": "open the debugger where a rank's last cell failed",
     "push": "copy names from this notebook to the ranks",

@@ -19,7 +19,7 @@ from nbdist.notebook.arguments import COMMANDS, cell_parser, line_parser, parse
 from nbdist.notebook.asking import Prompts, prompt_of
 from nbdist.notebook.auto import AutoMode
 from nbdist.notebook.complete import RankNames
-from nbdist.notebook.healed import replace_ranks
+from nbdist.notebook.healed import incident_list, replace_ranks
 from nbdist.notebook.late import LateOutput
 from nbdist.notebook.logs import read_log
 from nbdist.notebook.outlet import MAX_CHARS
@@ -169,6 +169,9 @@ class DistributedMagics(Magics):
     def _restart(self, arguments: argparse.Namespace) -> None:
         world = current_world()
         replace_ranks(self._ip, world, lambda tell: world.restart(arguments.ranks, tell))
+
+    def _incidents(self, _arguments: argparse.Namespace) -> None:
+        say(incident_list(current_world().incidents))
 
     def _interrupt(self, _arguments: argparse.Namespace) -> None:
         current_world().interrupt()
