@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -43,6 +43,18 @@ class LossScale:
         self.value = 2.0**16 if enabled else 1.0
         self._growth_steps = growth_steps
         self._good_steps = 0
+
+    @property
+    def state(self) -> tuple[float, int] | None:
+        """The factor and the good steps since it fell, for a checkpoint; None when disabled."""
+        return (self.value, self._good_steps) if self.enabled else None
+
+    def restore(self, state: Sequence[float] | None) -> None:
+        """Go on from `state`; None, from a run without a factor, begins anew."""
+        if not self.enabled:
+            return
+        value, good_steps = state or (2.0**16, 0)
+        self.value, self._good_steps = float(value), int(good_steps)
 
     def accept(self, norm: Tensor) -> bool:
         """Return whether to take the step, and set the factor for the next one.

@@ -57,6 +57,7 @@ class Trainer:
     Attributes:
         step: optimizer steps done.
         history: records of the steps since the start or the last resume.
+        loss_scale: of float16 gradients.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Trainer:
         )
         self._device = torch.device(self.mesh.device_type)
         self._forward_backward = ForwardBackward(self.model, self.mesh, config)
+        self.loss_scale = self._forward_backward.scale
         self._parameters = list(self.model.parameters())
         self._group = dist.group.WORLD
         self._updating = False  # True only while weights and `step` do not belong together
@@ -213,6 +215,7 @@ class Trainer:
         manifest = checkpoint.load(path, self.model, self.optimizer)
         self.step = manifest.step
         self._updating = False
+        self.loss_scale.restore(manifest.loss_scale)
         self.history = TrainHistory()
         if manifest.world_size == dist.get_world_size():
             restore_rng(checkpoint.read_rng(path, dist.get_rank()))

@@ -1,5 +1,7 @@
 """Lower precision, loss scaling, determinism and anomalies of a run."""
 
+import json
+
 import pytest
 import torch
 
@@ -17,6 +19,21 @@ def test_loss_scale_halves_on_infinity_and_doubles_after_good_steps():
     assert [scale.accept(norm), scale.accept(norm), scale.value] == [True, True, 2.0**16]
     off = LossScale(enabled=False)
     assert [off.accept(infinite), off.value] == [True, 1.0]
+
+
+def test_loss_scale_goes_on_from_its_state():
+    scale, resumed = (LossScale(enabled=True, growth_steps=3) for _ in range(2))
+    for norm in (torch.tensor(float("inf")), torch.tensor(1.0), torch.tensor(1.0)):
+        scale.accept(norm)
+    assert scale.state == (2.0**15, 2)
+
+    resumed.restore(json.loads(json.dumps(scale.state)))
+    resumed.accept(torch.tensor(1.0))  # the third good step doubles it
+
+    assert resumed.state == (2.0**16, 3)
+    resumed.restore(None)  # a checkpoint of a run in another dtype
+    assert resumed.state == (2.0**16, 0)
+    assert LossScale(enabled=False).state is None
 
 
 def test_deterministic_mode_ends_with_its_context():
