@@ -129,6 +129,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--directory", help="where to write; default: the temporary directory")
+    parser.add_argument("--json", action="store_true", help="on one line")
     arguments = parser.parse_args()
     where = tempfile.mkdtemp(prefix="nbdist-checkpoint-", dir=arguments.directory)
     try:
@@ -143,7 +144,7 @@ def main() -> None:
     found["wanted"] = f"stall <= {WANTED_STALL:g} of torch.save"
     found["save / DCP save"] = seconds["save"] / seconds["DCP save"]
     found["load / DCP load"] = seconds["load"] / seconds["DCP load"]
-    print(json.dumps(found, indent=1))
+    print(json.dumps(found, indent=None if arguments.json else 1))
 
 
 if __name__ == "__main__":
