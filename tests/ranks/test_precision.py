@@ -7,7 +7,16 @@ import torch
 
 from nbdist.errors import NonFiniteError
 from nbdist.testing import run_ranks
-from nbdist.train import DecoderConfig, DecoderLM, TextData, TrainConfig, Trainer, shakespeare
+from nbdist.train import (
+    CheckpointConfig,
+    DecoderConfig,
+    DecoderLM,
+    TextData,
+    TrainConfig,
+    Trainer,
+    latest,
+    shakespeare,
+)
 from nbdist.train.precision import LossScale, deterministic
 
 
@@ -108,3 +117,29 @@ def test_anomaly_names_layer_and_rank_on_all_ranks_and_spares_the_weights():
         assert "rank 0" not in text
         assert step == 2
         assert weights_are_finite
+
+
+def _saved_and_loaded(rank, directory):
+    where = CheckpointConfig(directory=directory, every_steps=2)
+    trainer, loaded = (_trainer(autocast_dtype="float16", checkpoint=where) for _ in range(2))
+    trainer.loss_scale.value = 2.0**9
+    trainer.fit()
+    loaded.load(latest(directory))
+    states = [
+        [
+            value.full_tensor() if hasattr(value, "full_tensor") else value
+            for p in one.model.parameters()
+            for value in (p, *one.optimizer.state[p].values())
+        ]
+        for one in (trainer, loaded)
+    ]
+    equal = [torch.equal(a, b) for a, b in zip(*states, strict=True)]
+    return equal, trainer.loss_scale.state, loaded.loss_scale.state
+
+
+def test_third_background_save_holds_the_last_state_and_the_loss_scale(tmp_path):
+    # the saves share one copy in memory: a stale one would hold the weights of step 2
+    for equal, state, loaded in run_ranks(_saved_and_loaded, 2, tmp_path):
+        assert len(equal) > 30
+        assert all(equal)
+        assert state == loaded == (2.0**9, 6)
