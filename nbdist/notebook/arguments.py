@@ -8,6 +8,8 @@ from typing import NoReturn
 
 from IPython.core.error import UsageError
 
+from nbdist.notebook import shelf
+
 __all__ = ["cell_parser", "line_parser", "parse", "COMMANDS"]
 
 COMMANDS = {
@@ -24,6 +26,7 @@ COMMANDS = {
     "pull": "copy a name from the ranks to this notebook",
     "who": "list the names on the ranks, and whether their values differ",
     "logs": "show what a rank has written, whole",
+    "checkpoints": "list, verify, restore or export what a trainer has saved",
     "auto": "run every cell on the ranks, or stop doing so",
 }
 
@@ -110,6 +113,7 @@ def line_parser() -> argparse.ArgumentParser:
     logs.add_argument("--tail", type=int, default=0, metavar="N", help="only the last N lines")
     for name in ("restart", "push", "pull", "logs"):
         _ranks(made[name])
+    shelf.add_arguments(made["checkpoints"], _Parser)
     made["auto"].add_argument("state", choices=["on", "off"])
     return parser
 

@@ -2,11 +2,13 @@
 
 from nbdist.train.config import TrainConfig, next_token_loss
 from nbdist.train.data import TextData, build_tokenizer, shakespeare
+from nbdist.train.export import export
 from nbdist.train.manifest import latest, list_checkpoints, verify
 from nbdist.train.mesh import MeshConfig, build_mesh
 from nbdist.train.metrics import StepRecord, TrainHistory
 from nbdist.train.models import DecoderConfig, DecoderLM, MixtureOfExperts
 from nbdist.train.parallelize import PipelineConfig, parallelize, schedule_grid
+from nbdist.train.pretrained import load_pretrained
 from nbdist.train.saving import CheckpointConfig
 from nbdist.train.trainer import Trainer
 
@@ -31,4 +33,6 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "verify",
+    "export",
+    "load_pretrained",
 ]

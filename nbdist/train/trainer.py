@@ -55,6 +55,7 @@ class Trainer:
     Attributes:
         step: optimizer steps done.
         history: records of the steps since the start or the last resume.
+        loss_scale: of float16 gradients.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Trainer:
         )
         self._device = torch.device(mesh.device_type)
         self._forward_backward = ForwardBackward(self.model, mesh, config)
+        self.loss_scale = self._forward_backward.scale
         self._parameters = list(self.model.parameters())
         self._group = dist.group.WORLD
         self._updating = False  # True only while weights and `step` do not belong together
@@ -218,12 +220,12 @@ class Trainer:
 
     def notes(self) -> list[float]:
         """Return what else the next steps depend on, as numbers."""
-        return self._forward_backward.scale.notes()
+        return self.loss_scale.notes()
 
     def take_notes(self, step: int, notes: list[float]) -> None:
         """Be at a step, with the notes that were taken then."""
         self.step = step
-        self._forward_backward.scale.take_notes(notes)
+        self.loss_scale.take_notes(notes)
 
     def warm_up(self) -> None:
         """See `ForwardBackward.warm_up`. Collective over: all ranks."""
@@ -263,6 +265,7 @@ class Trainer:
         manifest = checkpoint.load(path, self.model, self.optimizer)
         self.step = manifest.step
         self._updating = False
+        self.loss_scale.restore(manifest.loss_scale)
         self.history = TrainHistory()
         restore_random_states(path, manifest, self.config.seed)
         _log.info("resumed from %s at step %d", path, self.step)
