@@ -1,4 +1,4 @@
-"""Served weights in 32, 8 and 4 bits: loss on real text, memory, speed (anywhere; no world needed).
+"""Served weights whole, in 8 and 4 bits: loss on real text, memory, speed (anywhere; no world).
 
     python benchmarks/quantised.py --seconds 60 --repeats 3
 
@@ -60,7 +60,7 @@ def loss(model: DecoderLM, tokens: torch.Tensor, num_rows: int) -> float:
     rows = tokens[: num_rows * CONTEXT + 1]
     inputs, targets = rows[:-1].view(-1, CONTEXT), rows[1:].view(-1, CONTEXT)
     losses = [
-        functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        functional.cross_entropy(model(x).float().flatten(0, 1), y.flatten())
         for x, y in zip(inputs.split(16), targets.split(16), strict=True)
     ]
     return float(torch.stack(losses).mean())
@@ -80,19 +80,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60, help="of training")
     parser.add_argument("--hidden-size", type=int, default=128)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--rows", type=int, default=64, help="of 128 held-out bytes each")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
 
     torch.set_num_threads(1)
     seen, held_out = corpus()
-    full = trained(seen, args.seconds, args.hidden_size)
-    models = {32: full, 8: quantise(deepcopy(full), 8), 4: quantise(deepcopy(full), 4)}
+    full = trained(seen, args.seconds, args.hidden_size).to(getattr(torch, args.dtype))
+    models = {
+        full.embedding.weight.itemsize * 8: full,
+        8: quantise(deepcopy(full), 8),
+        4: quantise(deepcopy(full), 4),
+    }
     rates: dict[int, list[float]] = {bits: [] for bits in models}
     for _ in range(args.repeats):
         for bits, model in models.items():
             rates[bits].append(tokens_per_second(model, held_out[:16].tolist(), 96))
-    print(f"{args.rows * CONTEXT} held-out bytes, hidden size {args.hidden_size}, 1 thread")
+    size = f"hidden size {args.hidden_size}, {args.dtype}"
+    print(f"{args.rows * CONTEXT} held-out bytes, {size}, 1 thread")
     print("bits  loss (nats/byte)  weights (kB)  tokens/s (median)")
     for bits, model in models.items():
         print(

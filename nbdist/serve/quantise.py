@@ -1,14 +1,15 @@
 """Weights of a served model in 8 or 4 bits, multiplied by torch's own kernels (rank).
 
 Only weights are quantised: activations, sums, norms, embeddings and the cache keep their type.
-The CPU kernels are private to torch, so each is tried once; where one is missing or cannot run, as
-on other devices, the weight is widened for each product: the memory is saved, no time is.
+The CPU kernels are private to torch, so each is tried once. They are used for bfloat16 only: for
+float32 they are plain loops, up to a hundred times slower than a product. Elsewhere (float32, other
+devices, a torch without them) the weight is widened for each product: memory is saved, no time is.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -25,6 +26,8 @@ Bits: TypeAlias = Literal[8, 4]
 
 _GROUP = 32  # inputs that share a scale in 4 bits
 _OUTPUTS = 16  # the 4-bit kernel takes outputs in blocks of so many
+_HEADS = {"head", "lm_head"}  # names of output heads: nbdist's and transformers'
+_KERNEL_ROWS = 16  # with more rows, widening 8-bit weights once is faster than the kernel
 
 
 class Int8Linear(nn.Module):
@@ -54,9 +57,9 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x (..., I); the answer is (..., O)."""
-        if not _has_kernel(8, x.device.type, x.dtype):
-            return functional.linear(x, self.widened(), self.bias)
         rows = x.reshape(-1, x.shape[-1]).contiguous()  # the kernel takes nothing else
+        if len(rows) > _KERNEL_ROWS or not _has_kernel(8, x.device.type, x.dtype):
+            return functional.linear(x, self.widened(), self.bias)
         return _shaped(torch._weight_int8pack_mm(rows, self.codes, self.scale), x, self.bias)
 
 
@@ -125,11 +128,9 @@ def quantise(model: nn.Module, bits: Bits) -> nn.Module:
             f"weight_bits={bits} was asked for, but {type(model).__name__} has no linear layer "
             "with weights of its own; serve it with weight_bits=None"
         )
-    config: Any = getattr(model, "config", None)
-    num_tokens = getattr(config, "vocab_size", None)
     for name, linear in found:
         fits = linear.in_features % _GROUP == 0 and linear.out_features % _OUTPUTS == 0
-        fine = bits == 8 or not fits or linear.out_features == num_tokens
+        fine = bits == 8 or not fits or name.rpartition(".")[2] in _HEADS
         model.set_submodule(name, Int8Linear(linear) if fine else Int4Linear(linear))
     return model
 
@@ -170,8 +171,8 @@ def _by_group(matrix: Tensor) -> Tensor:
 
 @cache
 def _has_kernel(bits: int, device: str, dtype: torch.dtype) -> bool:
-    """Whether torch's kernel runs here and gives the product of a matrix that is exact in it."""
-    if device != "cpu":
+    """Whether torch's kernel is fast here and gives the product of a matrix that is exact in it."""
+    if device != "cpu" or dtype is not torch.bfloat16:
         return False
     x = torch.eye(_GROUP, dtype=dtype)
     codes = torch.arange(_OUTPUTS * _GROUP).reshape(_OUTPUTS, _GROUP) % 16

@@ -17,31 +17,40 @@ def without_kernels(monkeypatch):
     monkeypatch.setattr(module, "_has_kernel", lambda *_: False)
 
 
-def _layer(bias: bool = True) -> nn.Linear:
+def _layer(bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
     torch.manual_seed(0)
-    return nn.Linear(96, 48, bias=bias)
+    return nn.Linear(96, 48, bias=bias, dtype=dtype)
 
 
 @pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
 @pytest.mark.parametrize("bias", [True, False])
 def test_kernel_equals_the_product_with_widened_weights(kind, bias, monkeypatch):
-    linear, x = _layer(bias), torch.randn(2, 5, 96).transpose(0, 1)  # not contiguous
+    linear = _layer(bias, torch.bfloat16)
+    x = torch.randn(2, 5, 96, dtype=torch.bfloat16).transpose(0, 1)  # not contiguous
 
     fast = kind(linear)(x)
     monkeypatch.setattr(module, "_has_kernel", lambda *_: False)
     slow = kind(linear)(x)
 
     assert fast.shape == (5, 2, 48)
-    # the same weights; only the order of 96 float32 sums differs
-    torch.testing.assert_close(fast, slow, rtol=1e-5, atol=1e-5)
+    # answers near 1: a bfloat16 holds 8 bits, and weights and answer are each rounded to it
+    torch.testing.assert_close(fast, slow, rtol=2**-6, atol=2**-6)
 
 
-def test_this_torch_has_both_kernels():
+def test_this_torch_has_both_kernels_where_they_are_fast():
     # if a new torch takes them away, serving goes on, but slowly: this tells
-    assert module._has_kernel(8, "cpu", torch.float32)
-    assert module._has_kernel(4, "cpu", torch.float32)
-    assert module._has_kernel(8, "cpu", torch.bfloat16)
-    assert module._has_kernel(4, "cpu", torch.bfloat16)
+    for bits in (8, 4):
+        assert module._has_kernel(bits, "cpu", torch.bfloat16)
+        assert not module._has_kernel(bits, "cpu", torch.float32)
+
+
+def test_many_rows_equal_few():
+    layer, x = Int8Linear(_layer(dtype=torch.bfloat16)), torch.randn(40, 96, dtype=torch.bfloat16)
+
+    few = torch.cat([layer(rows) for rows in x.split(10)])
+
+    # as above: the many go through widened weights
+    torch.testing.assert_close(layer(x), few, rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.usefixtures("without_kernels")
