@@ -1,5 +1,6 @@
 """Sharded training (ranks): mesh, data, trainer, checkpoints; knows no notebook."""
 
+from nbdist.train.communication import CommunicationConfig, WireCounter
 from nbdist.train.config import TrainConfig, next_token_loss
 from nbdist.train.data import TextData, build_tokenizer, shakespeare
 from nbdist.train.manifest import latest, list_checkpoints, verify
@@ -20,6 +21,8 @@ __all__ = [
     "MeshConfig",
     "build_mesh",
     "parallelize",
+    "CommunicationConfig",
+    "WireCounter",
     "PipelineConfig",
     "schedule_grid",
     "TrainConfig",

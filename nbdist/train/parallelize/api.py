@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from nbdist.train.communication import CommunicationConfig
     from nbdist.train.parallelize.pipeline import Stages
     from nbdist.train.parallelize.plans import Plan
 
@@ -39,6 +40,7 @@ def parallelize(
     param_dtype: torch.dtype | None = None,
     checkpoint_activations: bool = False,
     pipeline: PipelineConfig | None = None,
+    communication: CommunicationConfig | None = None,
 ) -> nn.Module:
     """Spread a model over a mesh. Collective over: all ranks.
 
@@ -69,6 +71,7 @@ def parallelize(
             again: less memory, about a third more time.
         pipeline: for `pp`: schedule, micro-batches and cuts. A rank then keeps its own layers
             only, and the model cannot be called: `Trainer` runs it.
+        communication: how gradients travel: compression, buckets, prefetch.
 
     Raises:
         ValueError: the ranks built different models, a model without memory (meta device), or
@@ -78,7 +81,7 @@ def parallelize(
         return model
     _check_mesh(mesh)
     check_materialized(model)
-    check_strategy(strategy, mesh, param_dtype)
+    check_strategy(strategy, mesh, param_dtype, communication)
     check_experts(model, mesh)
     check_context(model, mesh)
     tp = axis_size(mesh, Axis.TP)
@@ -98,7 +101,7 @@ def parallelize(
     spread_experts(model, mesh, sharding)
     piped = Pipeline(model, mesh, stages, sharding) if stages else None
     if piped is None and (sharding or strategy == "ddp"):
-        model = spread_data(model, mesh, sharding)
+        model = spread_data(model, mesh, sharding, communication)
     remember(model, Applied(mesh, strategy, loss_parallel, _texts(whole_plan), piped))
     return model
 
