@@ -1,9 +1,10 @@
 """1-bit Adam: after a warm-up, ranks exchange the signs of momentum (ranks).
 
-Tang et al., arXiv 2102.02888. Two deviations: weight decay is AdamW's, and momentum is divided by
-the frozen root of the variance before its signs are taken, which gives all weights one unit. A
-fixed diagonal matrix, it moves the method to other coordinates; without it rarely used weights
-with a small variance would take steps of the size of the others' momentum.
+Tang et al., arXiv 2102.02888. Three deviations. Weight decay is AdamW's. One step in 32 sends plain
+gradients and renews the variance (the idea of 0/1 Adam, arXiv 2202.06009, at even distances). And
+momentum is divided by the root of the variance before its signs are taken, which gives all weights
+one unit; without it rarely used weights, whose variance is small, would take steps of the size of
+the others' momentum.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OneBitAdamW", "compressed_mean"]
 
+_REFRESH_EVERY = 32  # steps after the warm-up: one of them sends plain gradients
 _CHUNK = 512  # weights that share a scale of 32 bits: a sixteenth of a bit each
 
 
@@ -76,9 +78,10 @@ def _places(device: torch.device) -> Tensor:
 class OneBitAdamW(torch.optim.Optimizer):
     """AdamW whose momentum is reduced by signs once the warm-up of `link` is done.
 
-    Until then it is AdamW over gradients that DDP reduced. Then the variance is frozen and `step`
-    is collective over the group of `link`; gradients stay those of one rank, and so does their
-    norm. Errors of compression belong to a rank and are no part of `state_dict`: see `residuals`.
+    Until then it is AdamW over gradients that DDP reduced. Then the variance is frozen, but for one
+    step in 32, and `step` is collective over the group of `link`; gradients stay those of one rank,
+    and so does their norm. Errors of compression belong to a rank and are no part of `state_dict`:
+    see `residuals`.
 
     Args:
         params: weights or groups of them, all float32.
@@ -120,7 +123,8 @@ class OneBitAdamW(torch.optim.Optimizer):
     def compressing(self) -> bool:
         """Whether the next step sends signs of momentum."""
         state = next(iter(self.state.values()), None)
-        return state is not None and int(state.get("step", 0)) >= self.warmup_steps
+        done = 0 if state is None else int(state.get("step", 0))
+        return done >= self.warmup_steps and (done - self.warmup_steps + 1) % _REFRESH_EVERY != 0
 
     def residuals(self) -> dict[str, Tensor]:
         """Return this rank's errors of compression, to be saved by rank; {} before any."""
@@ -160,7 +164,9 @@ class OneBitAdamW(torch.optim.Optimizer):
         return momentum
 
     def _root(self, group: dict[str, Any], state: dict[str, Tensor]) -> Tensor:
-        seen = min(int(state["step"]), self.warmup_steps)
+        step = int(state["step"])
+        refreshed = max(step - self.warmup_steps, 0) // _REFRESH_EVERY
+        seen = min(step, self.warmup_steps) + refreshed
         correction = 1 - group["betas"][1] ** seen
         root: Tensor = (state["exp_avg_sq"] / correction).sqrt_().add_(group["eps"])
         return root
