@@ -3,6 +3,7 @@
 from nbdist.train.communication import CommunicationConfig, WireCounter
 from nbdist.train.config import TrainConfig, next_token_loss
 from nbdist.train.data import TextData, build_tokenizer, shakespeare
+from nbdist.train.learning_rate import scale_learning_rate
 from nbdist.train.manifest import latest, list_checkpoints, verify
 from nbdist.train.mesh import MeshConfig, build_mesh
 from nbdist.train.metrics import StepRecord, TrainHistory
@@ -23,6 +24,7 @@ __all__ = [
     "parallelize",
     "CommunicationConfig",
     "WireCounter",
+    "scale_learning_rate",
     "PipelineConfig",
     "schedule_grid",
     "TrainConfig",
