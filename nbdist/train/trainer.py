@@ -19,10 +19,12 @@ from nbdist.train.mesh import data_parallel_place
 from nbdist.train.metrics import ProgressLine, StepRecord, TrainHistory
 from nbdist.train.optim import build_optimizer, validation_loss
 from nbdist.train.parallelize import mesh_of, parallelize
+from nbdist.train.phases import Phase
 from nbdist.train.precision import deterministic
 from nbdist.train.saving import Saver
-from nbdist.train.steps import ForwardBackward
+from nbdist.train.steps import ForwardBackward, on_device
 from nbdist.train.survival import Survival
+from nbdist.train.timing import Timing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,6 +57,7 @@ class Trainer:
     Attributes:
         step: optimizer steps done.
         history: records of the steps since the start or the last resume.
+        timing: where the time of the last steps went, by rank and phase.
     """
 
     def __init__(
@@ -84,7 +87,8 @@ class Trainer:
             global_batch_size=config.global_batch_size, rank=rank, world_size=world_size
         )
         self._device = torch.device(mesh.device_type)
-        self._forward_backward = ForwardBackward(self.model, mesh, config)
+        self.timing = Timing.of(self.model, config, self._device)
+        self._forward_backward = ForwardBackward(self.model, mesh, config, self.timing.clock)
         self._parameters = list(self.model.parameters())
         self._group = dist.group.WORLD
         self._updating = False  # True only while weights and `step` do not belong together
@@ -142,8 +146,10 @@ class Trainer:
     def _run_step(self, stop: StopRequest, line: ProgressLine) -> None:
         self.history.records.append(self._train_step(stop))
         self.survival.step_done()
+        self.timing.clock.mark(Phase.SAVE)
         saved = self.finish_step()
-        line.show(self.history.records[-1])
+        self.timing.clock.mark(Phase.SAVE)
+        line.show(self.history.records[-1], self.timing.glance)
         if self._stop_agreed:
             raise KeyboardInterrupt(save_stopped(self, saved))
 
@@ -158,6 +164,7 @@ class Trainer:
         if not records or records[-1].step != self.step:
             return None
         records[-1] = self._evaluate_if_due(records[-1])
+        self.timing.clock.mark(None)
         return self._save_if_due(records[-1])
 
     def resume(self) -> TrainHistory:
@@ -170,7 +177,9 @@ class Trainer:
 
     def _train_step(self, stop: StopRequest) -> StepRecord:
         started = time.perf_counter()
-        inputs, targets = self._on_device(self.data.batch(self.step))
+        self.timing.begin()
+        inputs, targets = on_device(self.data.batch(self.step), self._device)
+        self.timing.clock.mark(Phase.DATA)
         sharing: list[tuple[Tensor, dist.Work | None]] = []
         self._forward_backward(
             inputs, targets, lambda loss: sharing.append(self._share(loss, stop))
@@ -179,28 +188,33 @@ class Trainer:
         self._watch.raise_together(self.step + 1)
         norm, accepted = self._forward_backward.clip(self._parameters)
         rate = self._update(accepted=accepted)
+        self.timing.clock.mark(Phase.OPTIMIZER)
         if sent is not None:
             sent.wait()
         # the only wait for the device in a step
-        mean_loss, asked, due, failed, grad_norm = torch.cat((shared, norm.reshape(1))).tolist()
+        told = torch.cat((norm.reshape(1), shared)).tolist()
+        grad_norm, mean_loss, asked, due, failed = told[:5]
+        self.timing.clock.mark(Phase.COMMUNICATION)
+        self.timing.take(told[5:])
         self._stop_agreed, self._save_agreed = asked > 0, due > 0
         if failed > 0:
             self._saver.settle()
         seconds = time.perf_counter() - started
-        num_tokens = targets[0].numel() * self.config.global_batch_size
+        speed = targets[0].numel() * self.config.global_batch_size / seconds
         return StepRecord(
             step=self.step,
             loss=mean_loss,
             learning_rate=rate,
             grad_norm=grad_norm,
             seconds=seconds,
-            tokens_per_second=num_tokens / seconds,
+            tokens_per_second=speed,
+            mfu=self.timing.mfu(speed, targets[0].numel()),
         )
 
     def _share(self, loss: Tensor, stop: StopRequest) -> tuple[Tensor, dist.Work | None]:
         """Sum the loss, and what a rank has to tell, while backward runs."""
         self.survival.settle()
-        told = (float(stop.asked), *map(float, self._saver.wishes()))
+        told = (stop.asked, *self._saver.wishes(), *self.timing.told())
         shared = torch.cat((loss.reshape(1), loss.new_tensor(told)))
         return shared, dist.all_reduce(shared, async_op=True)
 
@@ -227,7 +241,7 @@ class Trainer:
 
     def warm_up(self) -> None:
         """See `ForwardBackward.warm_up`. Collective over: all ranks."""
-        self._forward_backward.warm_up(lambda: self._on_device(self.data.batch(self.step)))
+        self._forward_backward.warm_up(lambda: on_device(self.data.batch(self.step), self._device))
         self.optimizer.zero_grad()
 
     def evaluate(self) -> float:
@@ -282,10 +296,3 @@ class Trainer:
             with self._saver.tolerant():
                 return self._saver.save(snapshot_of(self, self._dataset))
         return None
-
-    def _on_device(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        inputs, targets = pair
-        return (
-            inputs.to(self._device, non_blocking=True),
-            targets.to(self._device, non_blocking=True),
-        )
