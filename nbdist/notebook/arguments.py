@@ -8,6 +8,8 @@ from typing import NoReturn
 
 from IPython.core.error import UsageError
 
+from nbdist.notebook import shelf
+
 __all__ = ["cell_parser", "line_parser", "parse", "COMMANDS"]
 
 COMMANDS = {
@@ -17,12 +19,14 @@ COMMANDS = {
     "attach": "use a world that runs already",
     "heal": "start a process for each rank that died; the others keep their variables",
     "restart": "end ranks and start them anew; their variables go",
+    "incidents": "list the deaths of ranks in cells that survive them, and what was done",
     "interrupt": "stop the cell that runs on the ranks",
     "debug": "open the debugger where a rank's last cell failed",
     "push": "copy names from this notebook to the ranks",
     "pull": "copy a name from the ranks to this notebook",
     "who": "list the names on the ranks, and whether their values differ",
     "logs": "show what a rank has written, whole",
+    "checkpoints": "list, verify, restore or export what a trainer has saved",
     "auto": "run every cell on the ranks, or stop doing so",
 }
 
@@ -109,6 +113,7 @@ def line_parser() -> argparse.ArgumentParser:
     logs.add_argument("--tail", type=int, default=0, metavar="N", help="only the last N lines")
     for name in ("restart", "push", "pull", "logs"):
         _ranks(made[name])
+    shelf.add_arguments(made["checkpoints"], _Parser)
     made["auto"].add_argument("state", choices=["on", "off"])
     return parser
 

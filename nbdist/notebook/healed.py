@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from nbdist.cluster.healing import Healed
+from nbdist.cluster.incidents import Incident
 from nbdist.cluster.world import World
 from nbdist.notebook.tables import StageDisplay, say
 
-__all__ = ["replace_ranks", "summary"]
+__all__ = ["incident_list", "replace_ranks", "summary"]
 
 MAX_NAMES = 8
 
@@ -45,6 +47,19 @@ def summary(healed: Healed) -> str:
         lines.append("all ranks are new: what was not pushed again is gone")
     lines.append("objects that were built over the old process group must be built again")
     return "\n".join(lines)
+
+
+def incident_list(incidents: list[Incident]) -> str:
+    """Return the log of a world as text, a line each."""
+    if not incidents:
+        return (
+            "no rank has died in a cell that survives that; "
+            'TrainConfig(on_failure="heal") makes fit() such a cell'
+        )
+    return "\n".join(
+        f"{time.strftime('%H:%M:%S', time.localtime(one.at))}  {one.in_words()}"
+        for one in incidents
+    )
 
 
 def _joined(names: list[str]) -> str:

@@ -19,13 +19,14 @@ from nbdist.notebook.arguments import COMMANDS, cell_parser, line_parser, parse
 from nbdist.notebook.asking import Prompts, prompt_of
 from nbdist.notebook.auto import AutoMode
 from nbdist.notebook.complete import RankNames
-from nbdist.notebook.healed import replace_ranks
+from nbdist.notebook.healed import incident_list, replace_ranks
 from nbdist.notebook.late import LateOutput
 from nbdist.notebook.logs import read_log
 from nbdist.notebook.outlet import MAX_CHARS
 from nbdist.notebook.postmortem import SOURCE, choose_rank
 from nbdist.notebook.render import CellView
 from nbdist.notebook.session import current_world, set_world
+from nbdist.notebook.shelf import ACTIONS, shelf_cell
 from nbdist.notebook.tables import StageDisplay, say, show, show_status
 
 __all__ = ["DistributedMagics", "load", "unload"]
@@ -170,6 +171,9 @@ class DistributedMagics(Magics):
         world = current_world()
         replace_ranks(self._ip, world, lambda tell: world.restart(arguments.ranks, tell))
 
+    def _incidents(self, _arguments: argparse.Namespace) -> None:
+        say(incident_list(current_world().incidents))
+
     def _interrupt(self, _arguments: argparse.Namespace) -> None:
         current_world().interrupt()
 
@@ -212,6 +216,12 @@ class DistributedMagics(Magics):
         for rank in check_ranks(arguments.ranks, world.num_ranks):
             say(read_log(Path(world.record.directory), rank, arguments.tail))
 
+    def _checkpoints(self, arguments: argparse.Namespace) -> None:
+        world = current_world()
+        source, on_all = shelf_cell(arguments)
+        first = min(set(range(world.num_ranks)) - world.lost_ranks, default=0)
+        self._show_cell(world, source, tuple(range(world.num_ranks)) if on_all else (first,))
+
     def _auto(self, arguments: argparse.Namespace) -> None:
         if arguments.state == "on":
             current_world()
@@ -246,7 +256,10 @@ def _drive(
 def _complete(_completer: Any, event: Any) -> list[str]:
     """Complete the commands of `%distributed`."""
     words = event.line.split()
-    return list(COMMANDS) if len(words) <= 1 + bool(event.symbol) else []
+    typed = len(words) - bool(event.symbol)
+    if typed <= 1:
+        return list(COMMANDS)
+    return list(ACTIONS) if typed == 2 and words[1] == "checkpoints" else []
 
 
 def load(shell: Any) -> None:

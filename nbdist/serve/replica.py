@@ -17,6 +17,7 @@ from nbdist.serve.desk import desk_of
 from nbdist.serve.drafting import DraftModelProposer
 from nbdist.serve.engines import make_engine
 from nbdist.serve.ports import current_port
+from nbdist.serve.quantise import check_bits, quantise
 from nbdist.serve.resident import resident_copy
 from nbdist.serve.speculative import NGramProposer, Speculation
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from nbdist.messages import Message
     from nbdist.serve.engines import EngineName
     from nbdist.serve.ports import RankPort
+    from nbdist.serve.quantise import Bits
 
 __all__ = ["Replica", "serve"]
 
@@ -50,6 +52,7 @@ def serve(
     cache_tokens: int | None = None,
     engine: EngineName = "auto",
     speculation: nn.Module | Literal["ngram"] | None = None,
+    weight_bits: Bits | None = None,
     port: RankPort | None = None,
 ) -> Replica:
     """Serve a copy of `model` from this rank, beside whatever the rank trains or runs.
@@ -79,6 +82,8 @@ def serve(
         speculation: guess tokens ahead where it pays: `ngram` by what followed the same words
             before, or by a small draft model of the same vocabulary. Engine `native` only; it
             changes no answer.
+        weight_bits: keep the copy's linear weights in 8 or 4 bits; see `nbdist.serve.quantise`.
+            It changes answers a little and saves memory; the copy is whole while it is made.
         port: the rank's way to the client; by default the one of this process.
 
     Returns:
@@ -93,10 +98,13 @@ def serve(
             f"max_batch={max_batch}, max_waiting={max_waiting}, window_seconds={window_seconds}: "
             "a replica needs max_batch >= 1 and the others >= 0"
         )
+    check_bits(weight_bits)
     port = port or current_port()
     plain: Tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
     end_token_id = _end_token_id(plain, end_token)
     resident = resident_copy(model)
+    if weight_bits is not None:
+        quantise(resident, weight_bits)
     running = make_engine(
         engine,
         resident,

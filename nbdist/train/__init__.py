@@ -1,12 +1,16 @@
 """Sharded training (ranks): mesh, data, trainer, checkpoints; knows no notebook."""
 
+from nbdist.train.communication import CommunicationConfig, WireCounter
 from nbdist.train.config import TrainConfig, next_token_loss
 from nbdist.train.data import TextData, build_tokenizer, shakespeare
+from nbdist.train.export import export
+from nbdist.train.learning_rate import scale_learning_rate
 from nbdist.train.manifest import latest, list_checkpoints, verify
 from nbdist.train.mesh import MeshConfig, build_mesh
 from nbdist.train.metrics import StepRecord, TrainHistory
 from nbdist.train.models import DecoderConfig, DecoderLM, MixtureOfExperts
 from nbdist.train.parallelize import PipelineConfig, parallelize, schedule_grid
+from nbdist.train.pretrained import load_pretrained
 from nbdist.train.saving import CheckpointConfig
 from nbdist.train.trainer import Trainer
 
@@ -20,6 +24,9 @@ __all__ = [
     "MeshConfig",
     "build_mesh",
     "parallelize",
+    "CommunicationConfig",
+    "WireCounter",
+    "scale_learning_rate",
     "PipelineConfig",
     "schedule_grid",
     "TrainConfig",
@@ -31,4 +38,6 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "verify",
+    "export",
+    "load_pretrained",
 ]

@@ -40,6 +40,7 @@ def snapshot_of(trainer: Trainer, data: object) -> checkpoint.Snapshot:
         optimizer=trainer.optimizer,
         mesh=degrees_of(trainer.mesh),
         loss=trainer.history.losses[-1] if trainer.history.records else None,
+        loss_scale=trainer.loss_scale.state,
         config=described,
         tokenizer_json=tokenizer.to_str() if hasattr(tokenizer, "to_str") else None,
         keep_last=where.keep_last,

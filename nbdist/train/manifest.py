@@ -47,6 +47,7 @@ class Manifest:
         mesh: ranks on each axis.
         loss: of its last step.
         seconds: wall-clock time of the save, since 1970.
+        loss_scale: factor of float16 gradients and good steps since it fell; None without one.
         config: how the run was configured.
         files: size in bytes of every other file.
         sha256: checksum of those files, by name.
@@ -58,6 +59,7 @@ class Manifest:
     torch_version: str
     loss: float | None
     seconds: float
+    loss_scale: tuple[float, int] | None = None
     config: dict[str, Any] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     sha256: dict[str, str] = field(default_factory=dict)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from nbdist.train.communication import OneBitAdamW, OneBitState, hook_state
 from nbdist.train.parallelize import applied_to, loss_context, own_tokens, whole
 
 if TYPE_CHECKING:
@@ -20,15 +21,30 @@ if TYPE_CHECKING:
 __all__ = ["build_optimizer", "clip_gradients", "gradient_norm", "validation_loss"]
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Return AdamW over a model's weights; weight decay on those with two or more dimensions."""
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Return AdamW over a model's weights; weight decay on those with two or more dimensions.
+
+    For a model spread with `compression="onebit"` it is `OneBitAdamW`.
+
+    Raises:
+        ValueError: 1-bit Adam with a float16 loss scale, on which its ranks could not agree.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
+    filled = [group for group in groups if group["params"]]
+    link = hook_state(model)
+    if isinstance(link, OneBitState):
+        if config.autocast_dtype == "float16":
+            raise ValueError(
+                'autocast_dtype="float16" was asked for with compression="onebit", whose ranks see '
+                'infinity in their own gradients only; set "bfloat16" or another compression'
+            )
+        return OneBitAdamW(filled, link, lr=config.learning_rate, betas=config.betas)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        filled,
         lr=config.learning_rate,
         betas=config.betas,
         fused=True,

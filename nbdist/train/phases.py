@@ -74,7 +74,9 @@ class PhaseClock:
         return before
 
     def mark(self, phase: Phase | None) -> None:
-        """See `Clock.mark`."""
+        """See `Clock.mark`; outside of steps nothing is measured."""
+        if phase is not None and not self._marks:
+            return
         if self._on_gpu:
             at: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             at.record()

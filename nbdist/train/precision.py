@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -44,8 +44,20 @@ class LossScale:
         self._growth_steps = growth_steps
         self._good_steps = 0
 
+    @property
+    def state(self) -> tuple[float, int] | None:
+        """The factor and the good steps since it fell, for a checkpoint; None when disabled."""
+        return (self.value, self._good_steps) if self.enabled else None
+
+    def restore(self, state: Sequence[float] | None) -> None:
+        """Go on from `state`; None, from a run without a factor, begins anew."""
+        if not self.enabled:
+            return
+        value, good_steps = state or (2.0**16, 0)
+        self.value, self._good_steps = float(value), int(good_steps)
+
     def notes(self) -> list[float]:
-        """Return its state as numbers."""
+        """Return `state` as plain numbers."""
         return [self.value, float(self._good_steps)]
 
     def take_notes(self, notes: list[float]) -> None:

@@ -33,7 +33,8 @@ class CheckpointConfig:
             by steps alone.
         keep_last: checkpoints kept; older ones are deleted after a save.
         keep_every: checkpoints whose step is a multiple of it are kept for good.
-        async_save: copy the state and go on; a thread writes it. One save at a time.
+        async_save: copy the state and go on; a thread writes it. One save at a time. The memory
+            of that copy, in the host, is kept for the next one.
         on_save_error: what a save that was due and failed does: "warn" tells it and trains on,
             "stop" ends `fit` with the CheckpointError.
         save_on_stop: save the step after which Ctrl-C has stopped `Trainer.fit`, too.
@@ -80,6 +81,7 @@ class Saver:
         self._config = config
         self._running: Future[Path] | None = None
         self._group: dist.ProcessGroup | None = None
+        self._stager: DefaultStager | None = None
         self._saved_at = time.monotonic()
         self.stall_seconds = 0.0
 
@@ -93,6 +95,13 @@ class Saver:
         running = self._running
         failed = running is not None and running.done() and running.exception() is not None
         return due, failed
+
+    def is_due(self, step: int, *, ends: bool) -> bool:
+        """Return whether to save a step: by its number, or if configured at all, because `ends`."""
+        if self._config is None:
+            return False
+        every = self._config.every_steps
+        return ends or (every is not None and step % every == 0)
 
     def save(self, snapshot: Snapshot) -> Path:
         """Write a checkpoint, in the background as configured. Collective over: the default group.
@@ -116,8 +125,10 @@ class Saver:
     def _start(self, snapshot: Snapshot) -> None:
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-        stager = DefaultStager(StagingOptions(False, False, False, False))
-        staged = stager.stage(snapshot.state)
+        if self._stager is None:
+            # kept: the pages of a new copy would cost more than the copying
+            self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        staged = self._stager.stage(snapshot.state)
         assert isinstance(staged, dict), "staging without a thread returns the copy"
         snapshot.state = staged
         result: Future[Path] = Future()
@@ -127,8 +138,6 @@ class Saver:
                 result.set_result(checkpoint.write(snapshot, self._group))
             except BaseException as error:  # noqa: BLE001 - raised again by `wait`, on the main thread
                 result.set_exception(error)
-            finally:
-                stager.close()
 
         self._running = result
         # a daemon: a rank that is told to end does not wait for its peers

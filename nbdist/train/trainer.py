@@ -58,6 +58,7 @@ class Trainer:
         step: optimizer steps done.
         history: records of the steps since the start or the last resume.
         timing: where the time of the last steps went, by rank and phase.
+        loss_scale: of float16 gradients.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Trainer:
         self._device = torch.device(mesh.device_type)
         self.timing = Timing.of(self.model, config, self._device)
         self._forward_backward = ForwardBackward(self.model, mesh, config, self.timing.clock)
+        self.loss_scale = self._forward_backward.scale
         self._parameters = list(self.model.parameters())
         self._group = dist.group.WORLD
         self._updating = False  # True only while weights and `step` do not belong together
@@ -163,9 +165,11 @@ class Trainer:
         records = self.history.records
         if not records or records[-1].step != self.step:
             return None
-        records[-1] = self._evaluate_if_due(records[-1])
+        every = self.config.eval_every
+        if every is not None and self.step % every == 0:
+            records[-1] = dataclasses.replace(records[-1], validation_loss=self.evaluate())
         self.timing.clock.mark(None)
-        return self._save_if_due(records[-1])
+        return self._save_if_due()
 
     def resume(self) -> TrainHistory:
         """Load the newest checkpoint and train on from it: `fit(resume=True)`.
@@ -232,12 +236,12 @@ class Trainer:
 
     def notes(self) -> list[float]:
         """Return what else the next steps depend on, as numbers."""
-        return self._forward_backward.scale.notes()
+        return self.loss_scale.notes()
 
     def take_notes(self, step: int, notes: list[float]) -> None:
         """Be at a step, with the notes that were taken then."""
         self.step = step
-        self._forward_backward.scale.take_notes(notes)
+        self.loss_scale.take_notes(notes)
 
     def warm_up(self) -> None:
         """See `ForwardBackward.warm_up`. Collective over: all ranks."""
@@ -277,22 +281,15 @@ class Trainer:
         manifest = checkpoint.load(path, self.model, self.optimizer)
         self.step = manifest.step
         self._updating = False
+        self.loss_scale.restore(manifest.loss_scale)
         self.history = TrainHistory()
         restore_random_states(path, manifest, self.config.seed)
         _log.info("resumed from %s at step %d", path, self.step)
 
-    def _evaluate_if_due(self, record: StepRecord) -> StepRecord:
-        every = self.config.eval_every
-        if every is None or record.step % every:
-            return record
-        return dataclasses.replace(record, validation_loss=self.evaluate())
-
-    def _save_if_due(self, record: StepRecord) -> Path | None:
-        where = self.config.checkpoint
-        if where is None:
+    def _save_if_due(self) -> Path | None:
+        is_last = self.step == self.config.num_steps
+        if not self._saver.is_due(self.step, ends=is_last or self._save_agreed):
             return None
-        due = where.every_steps is not None and record.step % where.every_steps == 0
-        if due or self._save_agreed or record.step == self.config.num_steps:
-            with self._saver.tolerant():
-                return self._saver.save(snapshot_of(self, self._dataset))
+        with self._saver.tolerant():
+            return self._saver.save(snapshot_of(self, self._dataset))
         return None

@@ -1,11 +1,22 @@
 """Lower precision, loss scaling, determinism and anomalies of a run."""
 
+import json
+
 import pytest
 import torch
 
 from nbdist.errors import NonFiniteError
 from nbdist.testing import run_ranks
-from nbdist.train import DecoderConfig, DecoderLM, TextData, TrainConfig, Trainer, shakespeare
+from nbdist.train import (
+    CheckpointConfig,
+    DecoderConfig,
+    DecoderLM,
+    TextData,
+    TrainConfig,
+    Trainer,
+    latest,
+    shakespeare,
+)
 from nbdist.train.precision import LossScale, deterministic
 
 
@@ -17,6 +28,21 @@ def test_loss_scale_halves_on_infinity_and_doubles_after_good_steps():
     assert [scale.accept(norm), scale.accept(norm), scale.value] == [True, True, 2.0**16]
     off = LossScale(enabled=False)
     assert [off.accept(infinite), off.value] == [True, 1.0]
+
+
+def test_loss_scale_goes_on_from_its_state():
+    scale, resumed = (LossScale(enabled=True, growth_steps=3) for _ in range(2))
+    for norm in (torch.tensor(float("inf")), torch.tensor(1.0), torch.tensor(1.0)):
+        scale.accept(norm)
+    assert scale.state == (2.0**15, 2)
+
+    resumed.restore(json.loads(json.dumps(scale.state)))
+    resumed.accept(torch.tensor(1.0))  # the third good step doubles it
+
+    assert resumed.state == (2.0**16, 3)
+    resumed.restore(None)  # a checkpoint of a run in another dtype
+    assert resumed.state == (2.0**16, 0)
+    assert LossScale(enabled=False).state is None
 
 
 def test_deterministic_mode_ends_with_its_context():
@@ -91,3 +117,29 @@ def test_anomaly_names_layer_and_rank_on_all_ranks_and_spares_the_weights():
         assert "rank 0" not in text
         assert step == 2
         assert weights_are_finite
+
+
+def _saved_and_loaded(rank, directory):
+    where = CheckpointConfig(directory=directory, every_steps=2)
+    trainer, loaded = (_trainer(autocast_dtype="float16", checkpoint=where) for _ in range(2))
+    trainer.loss_scale.value = 2.0**9
+    trainer.fit()
+    loaded.load(latest(directory))
+    states = [
+        [
+            value.full_tensor() if hasattr(value, "full_tensor") else value
+            for p in one.model.parameters()
+            for value in (p, *one.optimizer.state[p].values())
+        ]
+        for one in (trainer, loaded)
+    ]
+    equal = [torch.equal(a, b) for a, b in zip(*states, strict=True)]
+    return equal, trainer.loss_scale.state, loaded.loss_scale.state
+
+
+def test_third_background_save_holds_the_last_state_and_the_loss_scale(tmp_path):
+    # the saves share one copy in memory: a stale one would hold the weights of step 2
+    for equal, state, loaded in run_ranks(_saved_and_loaded, 2, tmp_path):
+        assert len(equal) > 30
+        assert all(equal)
+        assert state == loaded == (2.0**9, 6)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from nbdist.train.communication import CommunicationConfig
     from nbdist.train.parallelize.pipeline import Stages
     from nbdist.train.parallelize.plans import Plan
 
@@ -41,6 +42,7 @@ def parallelize(
     param_dtype: torch.dtype | None = None,
     checkpoint_activations: bool = False,
     pipeline: PipelineConfig | None = None,
+    communication: CommunicationConfig | None = None,
 ) -> nn.Module:
     """Spread a model over a mesh. Collective over: all ranks.
 
@@ -71,6 +73,7 @@ def parallelize(
             again: less memory, about a third more time.
         pipeline: for `pp`: schedule, micro-batches and cuts. A rank then keeps its own layers
             only, and the model cannot be called: `Trainer` runs it.
+        communication: how gradients travel: compression, buckets, prefetch.
 
     Raises:
         ValueError: the ranks built different models, a model without memory (meta device), or
@@ -78,31 +81,29 @@ def parallelize(
     """
     if applied_to(model) or isinstance(model, FSDPModule | DistributedDataParallel):
         return model
-    _check_mesh(mesh)
-    _check_model(model, mesh, strategy, param_dtype)
+    _check_model(model, mesh, strategy, param_dtype, communication)
     skeleton = Skeleton.of(model)
     tp = axis_size(mesh, Axis.TP)
     cut: _Cut = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
-    _check_cut(tp, any_cut=sequence_parallel or loss_parallel)
+    _check_cut(tp, cut)
     whole_plan = resolve_plan(model, plan, tp, **cut) if tp > 1 else None
     model.to(mesh.device_type)
     stages = _plan_pipeline(model, mesh, pipeline, sequence_parallel=sequence_parallel)
     agree(model)
-    _quiet_redistribution()
-    if whole_plan is not None:
-        spread_tensors(model, mesh[Axis.TP], whole_plan, **cut)
-    spread_context(model, mesh)
+    _spread_layers(model, mesh, whole_plan, cut)
     if checkpoint_activations:
         recompute_blocks(model)
     sharding = None if strategy == "ddp" else sharding_of(mesh, strategy, param_dtype)
     spread_experts(model, mesh, sharding)
     piped = Pipeline(model, mesh, stages, sharding) if stages else None
     if piped is None and (sharding or strategy == "ddp"):
-        model = spread_data(model, mesh, sharding)
-    same = {"param_dtype": param_dtype, "checkpoint_activations": checkpoint_activations}
-    options = {"plan": plan, "pipeline": _as_cut(pipeline, stages), "strategy": strategy}
-    again = Again(skeleton, {**options, **same, **cut})
-    remember(model, Applied(mesh, strategy, loss_parallel, _texts(whole_plan), piped, again))
+        model = spread_data(model, mesh, sharding, communication)
+    given = _Given(
+        plan=plan, strategy=strategy, param_dtype=param_dtype, communication=communication,
+        checkpoint_activations=checkpoint_activations, pipeline=_as_cut(pipeline, stages), **cut,
+    )  # fmt: skip
+    again, texts = Again(skeleton, given), _texts(whole_plan)
+    remember(model, Applied(mesh, strategy, loss_parallel, texts, piped, again))
     return model
 
 
@@ -112,6 +113,13 @@ def _as_cut(config: PipelineConfig | None, stages: Stages | None) -> PipelineCon
         return None
     cuts = tuple(part[0] for part in stages.parts[1:])
     return dataclasses.replace(config or PipelineConfig(), cuts=cuts, sample=None)
+
+
+def _spread_layers(model: nn.Module, mesh: DeviceMesh, plan: Plan | None, cut: _Cut) -> None:
+    if plan is not None:
+        _quiet_redistribution()
+        spread_tensors(model, mesh[Axis.TP], plan, **cut)
+    spread_context(model, mesh)
 
 
 def _quiet_redistribution() -> None:
@@ -124,12 +132,21 @@ class _Cut(TypedDict):
     loss_parallel: bool
 
 
+class _Given(_Cut):
+    strategy: Strategy
+    plan: Plan | None
+    param_dtype: torch.dtype | None
+    checkpoint_activations: bool
+    pipeline: PipelineConfig | None
+    communication: CommunicationConfig | None
+
+
 def _texts(plan: Plan | None) -> dict[str, str] | None:
     return None if plan is None else {name: str(style) for name, style in plan.items()}
 
 
-def _check_cut(tp: int, *, any_cut: bool) -> None:
-    if any_cut and tp == 1:
+def _check_cut(tp: int, cut: _Cut) -> None:
+    if any(cut.values()) and tp == 1:
         raise ValueError(
             "sequence_parallel and loss_parallel cut what `tp` ranks share, but the mesh has "
             "tp=1; set MeshConfig(tp=...), or leave them out"
@@ -156,10 +173,15 @@ def _plan_pipeline(
 
 
 def _check_model(
-    model: nn.Module, mesh: DeviceMesh, strategy: Strategy, param_dtype: torch.dtype | None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    strategy: Strategy,
+    param_dtype: torch.dtype | None,
+    communication: CommunicationConfig | None,
 ) -> None:
+    _check_mesh(mesh)
     check_materialized(model)
-    check_strategy(strategy, mesh, param_dtype)
+    check_strategy(strategy, mesh, param_dtype, communication)
     check_experts(model, mesh)
     check_context(model, mesh)
 

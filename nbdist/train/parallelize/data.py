@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from nbdist.train.communication import CommunicationConfig, register_hook
 from nbdist.train.mesh import Axis, axis_size, data_parallel_mesh
 from nbdist.train.parallelize.record import Strategy, applied_to
 
@@ -58,13 +59,32 @@ def sharding_of(
     }
 
 
-def spread_data(model: nn.Module, mesh: DeviceMesh, sharding: Sharding | None) -> nn.Module:
+def spread_data(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    sharding: Sharding | None,
+    communication: CommunicationConfig | None = None,
+) -> nn.Module:
     """Return the model with its data-parallel axes at work; without sharding, in DDP."""
     if sharding is None:
-        return _ddp(model, data_parallel_mesh(mesh))
+        wrapped = _ddp(model, data_parallel_mesh(mesh), communication)
+        if communication and isinstance(wrapped, DistributedDataParallel):
+            register_hook(wrapped, communication)
+        return wrapped
     for module in (*blocks(model), model):  # inner first: the root takes what is left
         fully_shard(module, **sharding)
+    if communication and communication.prefetch:
+        _prefetch(blocks(model), communication.prefetch)
     return model
+
+
+def _prefetch(layers: list[nn.Module], ahead: int) -> None:
+    """Let every block gather the weights of the `ahead` next ones, in forward and backward."""
+    sharded: list[FSDPModule] = [layer for layer in layers if isinstance(layer, FSDPModule)]
+    for index, layer in enumerate(sharded):
+        layer.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + ahead])
+        before = sharded[max(index - ahead, 0) : index]
+        layer.set_modules_to_backward_prefetch(before[::-1])
 
 
 def recompute_blocks(model: nn.Module) -> None:
@@ -74,24 +94,37 @@ def recompute_blocks(model: nn.Module) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def _ddp(model: nn.Module, axes: DeviceMesh | None) -> nn.Module:
+def _ddp(
+    model: nn.Module, axes: DeviceMesh | None, communication: CommunicationConfig | None
+) -> nn.Module:
     if axes is None:
         return model
+    config = communication or CommunicationConfig()
+    bucket = config.bucket_megabytes or _BUCKET_MEGABYTES
+    if config.compression == "powersgd":  # its rounds would wait for each other on gloo's threads
+        bucket = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20 + 1
     flat = axes if axes.ndim == 1 else axes._flatten("ddp")
     return DistributedDataParallel(
         model,
         process_group=flat.get_group(),
-        bucket_cap_mb=_BUCKET_MEGABYTES,
+        bucket_cap_mb=bucket,
         gradient_as_bucket_view=True,
     )
 
 
-def check_strategy(strategy: Strategy, mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:
+def check_strategy(
+    strategy: Strategy,
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype | None,
+    communication: CommunicationConfig | None = None,
+) -> None:
     """Refuse what a strategy cannot do, before any rank is touched."""
     if strategy not in ("ddp", "zero1", "zero2", "zero3"):
         raise ValueError(
             f'strategy={strategy!r} is unknown; set "ddp", "zero1", "zero2" or "zero3"'
         )
+    if communication is not None:
+        communication.check_strategy(strategy)
     if strategy != "ddp":
         return
     others = {a: n for a in (Axis.TP, Axis.PP, Axis.EP, Axis.CP) if (n := axis_size(mesh, a)) > 1}

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed.device_mesh import DeviceMesh
 
     from nbdist.train.parallelize.pipeline import Pipeline
@@ -31,7 +33,7 @@ class Again:
     """
 
     skeleton: Skeleton
-    options: dict[str, Any]
+    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

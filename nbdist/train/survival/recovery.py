@@ -19,7 +19,7 @@ from nbdist.train.survival.packing import Surroundings
 from nbdist.train.survival.state import DATA_AT, Slot, restore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,7 +41,7 @@ class Recipe:
     """What a new rank needs to build what a survivor has, without its state."""
 
     skeleton: Skeleton
-    options: dict[str, Any]
+    options: Mapping[str, Any]
     device_type: str
     degrees: dict[str, int]
     data: TrainData
