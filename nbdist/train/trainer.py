@@ -14,6 +14,7 @@ from nbdist.train import checkpoint
 from nbdist.train.anomaly import AnomalyWatch
 from nbdist.train.autosave import save_stopped, snapshot_of
 from nbdist.train.beginning import begin, restore_random_states
+from nbdist.train.flips import FlipCheck
 from nbdist.train.interrupt import StopRequest
 from nbdist.train.mesh import data_parallel_place
 from nbdist.train.metrics import ProgressLine, StepRecord, TrainHistory
@@ -98,6 +99,7 @@ class Trainer:
         self._save_agreed = False
         self._saver = Saver(config.checkpoint)
         self._watch = AnomalyWatch(self.model, enabled=config.detect_anomaly)
+        self._flips = FlipCheck(self.model, self.optimizer, mesh, config)
 
     def fit(self, *, resume: bool | Literal["auto"] = False) -> TrainHistory:
         """Train until `num_steps` steps are done, and return the history.
@@ -115,6 +117,7 @@ class Trainer:
                 the ranks' weights do not belong together.
             NoWorldError: the process group of the model is gone.
             NonFiniteError: with `detect_anomaly`, a layer returned NaN or infinity.
+            StateMismatchError: with `check_every`, replicas were not equal.
             KeyboardInterrupt: Ctrl-C; the trainer stays usable. The text tells the step and the
                 checkpoint.
         """
@@ -147,6 +150,8 @@ class Trainer:
 
     def _run_step(self, stop: StopRequest, line: ProgressLine) -> None:
         self.history.records.append(self._train_step(stop))
+        self._flips.check(self.step)
+        self.timing.clock.mark(None)
         self.survival.step_done()
         self.timing.clock.mark(Phase.SAVE)
         saved = self.finish_step()
