@@ -23,6 +23,7 @@ from nbdist.train.parallelize import mesh_of, parallelize
 from nbdist.train.phases import Phase
 from nbdist.train.precision import deterministic
 from nbdist.train.saving import Saver
+from nbdist.train.scaling import ScalingReport, measure
 from nbdist.train.steps import ForwardBackward, on_device
 from nbdist.train.survival import Survival
 from nbdist.train.timing import Timing
@@ -83,8 +84,7 @@ class Trainer:
         self.mesh = mesh
         self.model = parallelize(model, mesh)
         self.optimizer = build_optimizer(self.model, config)
-        self.data_place = data_parallel_place(mesh)
-        rank, world_size = self.data_place
+        rank, world_size = self.data_place = data_parallel_place(mesh)
         self.data = self._dataset.for_rank(
             global_batch_size=config.global_batch_size, rank=rank, world_size=world_size
         )
@@ -95,8 +95,7 @@ class Trainer:
         self._parameters = list(self.model.parameters())
         self._group = dist.group.WORLD
         self._updating = False  # True only while weights and `step` do not belong together
-        self._stop_agreed = False
-        self._save_agreed = False
+        self._stop_agreed = self._save_agreed = False
         self._saver = Saver(config.checkpoint)
         self._watch = AnomalyWatch(self.model, enabled=config.detect_anomaly)
         self._flips = FlipCheck(self.model, self.optimizer, mesh, config)
@@ -174,7 +173,12 @@ class Trainer:
         if every is not None and self.step % every == 0:
             records[-1] = dataclasses.replace(records[-1], validation_loss=self.evaluate())
         self.timing.clock.mark(None)
-        return self._save_if_due()
+        ends = self._save_agreed or self.step == self.config.num_steps
+        if not self._saver.is_due(self.step, ends=ends):
+            return None
+        with self._saver.tolerant():
+            return self._saver.save(snapshot_of(self, self._dataset))
+        return None
 
     def resume(self) -> TrainHistory:
         """Load the newest checkpoint and train on from it: `fit(resume=True)`.
@@ -257,6 +261,10 @@ class Trainer:
         """Return the mean loss over the validation split."""
         return validation_loss(self.model, self.data, self.config.loss_fn, self._device)
 
+    def scaling_report(self, num_steps: int = 5) -> ScalingReport:
+        """Compare the run with one rank; see `nbdist.train.scaling.measure`. Collective."""
+        return measure(self, self._dataset, num_steps)
+
     def save(self) -> Path:
         """Write a checkpoint of the current step and return its path when it is complete.
 
@@ -290,11 +298,3 @@ class Trainer:
         self.history = TrainHistory()
         restore_random_states(path, manifest, self.config.seed)
         _log.info("resumed from %s at step %d", path, self.step)
-
-    def _save_if_due(self) -> Path | None:
-        is_last = self.step == self.config.num_steps
-        if not self._saver.is_due(self.step, ends=is_last or self._save_agreed):
-            return None
-        with self._saver.tolerant():
-            return self._saver.save(snapshot_of(self, self._dataset))
-        return None
