@@ -41,6 +41,42 @@ def test_time_in_collectives_is_taken_out_of_the_phase():
     assert (found[Phase.BACKWARD], found[Phase.COMMUNICATION]) == (2, 3)
 
 
+class FakeEvent:
+    """An event of a GPU, in milliseconds of a clock that moves by 250 ms a record."""
+
+    now = 0.0
+
+    def __init__(self, *, enable_timing):
+        assert enable_timing, "else it has no time"
+        self.is_done = False
+
+    def record(self):
+        FakeEvent.now += 250.0
+        self.at = FakeEvent.now
+
+    def synchronize(self):
+        self.is_done = True
+
+    def elapsed_time(self, later):
+        return later.at - self.at
+
+
+def test_a_gpu_is_measured_by_its_events_and_not_by_the_waits_of_the_host(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    waited = ManualClock()
+    clock = PhaseClock("cuda", waited)
+
+    clock.begin()
+    waited.advance(3)
+    clock.mark(Phase.FORWARD)
+    clock.mark(Phase.BACKWARD)
+    last = clock._marks[-1][1]
+    found = dict(zip(Phase, clock.begin(), strict=True))
+
+    assert found == dict.fromkeys(Phase, 0.0) | {Phase.FORWARD: 0.25, Phase.BACKWARD: 0.25}
+    assert last.is_done
+
+
 def _row(*, forward=2.0, backward=4.0, wait=0.0, save=0.0):
     return [1.0, forward, backward, wait, 1.0, save]
 
