@@ -61,6 +61,27 @@ def run_quickstart(start_quickstart) -> Callable[..., subprocess.CompletedProces
     return run
 
 
+@pytest.fixture(scope="session")
+def texts_of(run_quickstart, tmp_path_factory) -> Callable[..., dict[str, str]]:
+    """A function that runs a tutorial and returns the text that each cell shows, by its id."""
+
+    def texts(name: str, timeout: float) -> dict[str, str]:
+        folder = tmp_path_factory.mktemp(name)
+        done = run_quickstart(ROOT / "notebooks" / f"{name}.ipynb", folder, timeout=timeout)
+        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        executed = nbformat.read(folder / "quickstart.ipynb", as_version=4)
+        return {
+            cell.id: "\n".join(
+                output.get("text") or output.get("data", {}).get("text/plain", "")
+                for output in cell.outputs
+            )
+            for cell in executed.cells
+            if cell.cell_type == "code"
+        }
+
+    return texts
+
+
 @pytest.fixture
 def write_notebook(tmp_path) -> Callable[..., Path]:
     """A function that writes a notebook with a parameters cell and these code cells."""

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-import nbformat
 import pytest
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "06_kill_a_rank.ipynb"
 SECONDS = 240  # about 25 s on two cores that do nothing else
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(SECONDS + 30)]
 
 
 @pytest.fixture(scope="module")
-def shown(run_quickstart, tmp_path_factory) -> dict[str, str]:
+def shown(texts_of) -> dict[str, str]:
     """The text that each cell of the notebook shows, by the cell's id."""
-    folder = tmp_path_factory.mktemp("kill")
-    done = run_quickstart(NOTEBOOK, folder, timeout=SECONDS)
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    executed = nbformat.read(folder / "quickstart.ipynb", as_version=4)
-    texts = {}
-    for cell in executed.cells:
-        if cell.cell_type == "code":
-            outputs = (o.get("text") or o.get("data", {}).get("text/plain", "") for o in cell.outputs)
-            texts[cell.id] = "\n".join(outputs)
-    return texts
+    return texts_of("06_kill_a_rank", SECONDS)
 
 
 def test_the_run_goes_on_after_a_kill(shown):
