@@ -22,6 +22,7 @@ __all__ = [
     "CollectiveSubsetError",
     "CheckpointError",
     "NonFiniteError",
+    "StateMismatchError",
     "ServeError",
     "Overloaded",
 ]
@@ -149,6 +150,10 @@ class CheckpointError(NbdistError):
 
 class NonFiniteError(NbdistError):
     """A layer returned NaN or infinity; the text names it and its rank."""
+
+
+class StateMismatchError(NbdistError):
+    """State that should be equal on several ranks is not; the text names ranks and tensors."""
 
 
 class CellSyntaxError(NbdistError):

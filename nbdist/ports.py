@@ -1,14 +1,24 @@
-"""What surviving a rank's death needs of the layer that starts processes (anywhere; torch-free).
+"""What `train` needs of the layer that starts processes (anywhere; torch-free).
 
 `train` stands below `rank`: it names here what it needs, a rank of a world provides it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["PackedNames", "Policy", "SurvivalPort", "current_port", "install_port"]
+__all__ = [
+    "PackedNames",
+    "Policy",
+    "SurvivalPort",
+    "WaitClock",
+    "current_port",
+    "current_wait_clock",
+    "install_port",
+    "install_wait_clock",
+]
 
 
 PackedNames = tuple[dict[str, bytes], tuple[str, ...]]
@@ -84,3 +94,20 @@ def install_port(port: SurvivalPort | None) -> None:
 def current_port() -> SurvivalPort | None:
     """Return this process's port; None outside a world's rank."""
     return _port
+
+
+WaitClock = Callable[[], float]
+"""Returns the seconds that the main thread has been inside collectives so far."""
+
+_wait_clock: WaitClock | None = None
+
+
+def install_wait_clock(clock: WaitClock | None) -> None:
+    """Set what knows this process's time in collectives; called once by the rank's bootstrap."""
+    global _wait_clock  # noqa: PLW0603 - one rank is one process
+    _wait_clock = clock
+
+
+def current_wait_clock() -> WaitClock | None:
+    """Return what knows the time in collectives; None where they are not watched."""
+    return _wait_clock

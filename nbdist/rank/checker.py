@@ -112,6 +112,7 @@ class Checker:
         self._made: collections.Counter[str] = collections.Counter()
         self._main = threading.main_thread().ident
         self._waiting: Wait | None = None
+        self._waited_seconds = 0.0
         self._pending: collections.deque[tuple[weakref.ref[Any], Wait]] = collections.deque(
             maxlen=_MAX_PENDING
         )
@@ -155,7 +156,7 @@ class Checker:
     def leave(self, wait: Wait, result: Any, *, functional: bool) -> None:
         """Note that a call has ended; what goes on behind it is remembered weakly."""
         if self._waiting is wait:
-            self._waiting = None
+            self._end_wait()
         if functional:
             self._functional = wait
         elif result is not None and hasattr(result, "is_completed"):
@@ -169,7 +170,16 @@ class Checker:
     def wait_ends(self) -> None:
         """The wait of `wait_begins` is over."""
         if threading.get_ident() == self._main:
-            self._waiting = None
+            self._end_wait()
+
+    def waited_seconds(self) -> float:
+        """Return how long the main thread has been inside collectives, all together."""
+        return self._waited_seconds
+
+    def _end_wait(self) -> None:
+        if self._waiting is not None:
+            self._waited_seconds += time.monotonic() - self._waiting.since
+        self._waiting = None
 
     def waiting(self) -> Wait | None:
         """Return the call that the main thread is inside of (any thread)."""

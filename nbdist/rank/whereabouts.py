@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.messages import Message, Where, WhereQuery
+from nbdist.ports import install_wait_clock
 from nbdist.rank.checker import Checker, Wait
 from nbdist.rank.hints import hint_for
 from nbdist.rank.intercept import install
@@ -34,6 +35,7 @@ def watch_collectives(directory: Path, link: RankLink, group: Group, executor: E
         return
     checker = Checker(directory, link.rank, group, lambda: executor.cell_numbers)
     install(checker)
+    install_wait_clock(checker.waited_seconds)
     Whereabouts(link, checker, lambda: executor.running_cell, lambda: executor.asking.waits)
 
 

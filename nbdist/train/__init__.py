@@ -4,8 +4,10 @@ from nbdist.train.communication import CommunicationConfig, WireCounter
 from nbdist.train.config import TrainConfig, next_token_loss
 from nbdist.train.data import TextData, build_tokenizer, shakespeare
 from nbdist.train.export import export
+from nbdist.train.hosts import rank0_first
 from nbdist.train.learning_rate import scale_learning_rate
 from nbdist.train.manifest import latest, list_checkpoints, verify
+from nbdist.train.mapdata import MapData
 from nbdist.train.mesh import MeshConfig, build_mesh
 from nbdist.train.metrics import StepRecord, TrainHistory
 from nbdist.train.models import DecoderConfig, DecoderLM, MixtureOfExperts
@@ -19,6 +21,8 @@ __all__ = [
     "DecoderLM",
     "MixtureOfExperts",
     "TextData",
+    "MapData",
+    "rank0_first",
     "build_tokenizer",
     "shakespeare",
     "MeshConfig",

@@ -61,6 +61,11 @@ class TrainConfig:
         per_hours: length of that time.
         mirror_every: with "heal", steps between copies of a rank's state in its neighbour's
             memory: at most so many are done again.
+        check_every: steps between comparisons of the state that data-parallel replicas have equal,
+            before the step is saved: a flipped bit ends `fit` on all ranks. None never compares.
+        straggler_steps: steps after which the ranks' times are compared, again and again; a rank
+            that the others wait for is named with its phase.
+        straggler_ratio: of its own work in a step to that of the others.
         loss_fn: mean loss of a rank's rows.
     """
 
@@ -83,16 +88,24 @@ class TrainConfig:
     max_failures: int = 3
     per_hours: float = 1.0
     mirror_every: int = 1
+    check_every: int | None = None
+    straggler_steps: int = 20
+    straggler_ratio: float = 1.3
     loss_fn: LossFn = next_token_loss
 
     def __post_init__(self) -> None:
         positive = ("num_steps", "global_batch_size", "accumulation_steps", "mirror_every")
-        for name in (*positive, "learning_rate", "clip_norm", "per_hours"):
+        for name in (*positive, "straggler_steps", "learning_rate", "clip_norm", "per_hours"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} is not above 0; set {name} > 0")
         for name in ("warmup_steps", "weight_decay", "seed", "max_failures"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is below 0; set {name} >= 0")
+        if not self.straggler_ratio > 1:
+            raise ValueError(
+                f"straggler_ratio={self.straggler_ratio} would name ranks that are as fast as the "
+                "others; set straggler_ratio > 1, or inf to name none"
+            )
         if self.autocast_dtype not in (None, *AUTOCAST):
             raise ValueError(
                 f"autocast_dtype={self.autocast_dtype!r} is none of {', '.join(AUTOCAST)}; set one "
@@ -102,10 +115,10 @@ class TrainConfig:
             raise ValueError(
                 f"on_failure={self.on_failure!r} is not known; set on_failure='heal' or 'stop'"
             )
-        if self.eval_every is not None and self.eval_every < 1:
-            raise ValueError(
-                f"eval_every={self.eval_every} is below 1; set eval_every=None never to evaluate"
-            )
+        for name, what in (("eval_every", "evaluate"), ("check_every", "compare")):
+            every = getattr(self, name)
+            if every is not None and every < 1:
+                raise ValueError(f"{name}={every} is below 1; set {name}=None never to {what}")
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of the update that follows `step` finished ones."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tqdm.std import tqdm
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from matplotlib.figure import Figure
@@ -19,7 +20,7 @@ __all__ = ["ProgressLine", "StepRecord", "TrainHistory", "shown_figure"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One optimizer step, equal on all ranks but for the two times.
+    """One optimizer step, equal on all ranks but for times and what follows from them.
 
     Attributes:
         step: number of steps done, this one included.
@@ -28,6 +29,8 @@ class StepRecord:
         grad_norm: of the whole gradient, before clipping.
         seconds: wall-clock time of the step on this rank, without evaluation and saving.
         tokens_per_second: target tokens of the global batch over `seconds`.
+        mfu: share of the devices' peak that the model's own FLOPs took (`nbdist.train.mfu`); None
+            where the peak is not known.
         validation_loss: mean over the validation split after the update, where it was evaluated.
     """
 
@@ -37,6 +40,7 @@ class StepRecord:
     grad_norm: float
     seconds: float
     tokens_per_second: float
+    mfu: float | None = None
     validation_loss: float | None = None
 
 
@@ -158,15 +162,23 @@ class ProgressLine:
     ) -> None:
         self._bar.close()
 
-    def show(self, record: StepRecord) -> None:
-        """Show a step; redrawn at most twice a second."""
+    def show(self, record: StepRecord, more: Callable[[], str] = str) -> None:
+        """Show a step; redrawn at most twice a second.
+
+        Args:
+            record: of the step.
+            more: returns what else stands in the line; called only if it is shown.
+        """
         if self._bar.disable:
             return
-        validation = record.validation_loss
-        self._bar.set_postfix_str(
-            f"loss {record.loss:.3f}, "
-            + (f"validation {validation:.3f}, " if validation is not None else "")
-            + f"{record.tokens_per_second:,.0f} tokens/s, lr {record.learning_rate:.1e}",
-            refresh=False,
-        )
+        words = [f"loss {record.loss:.3f}"]
+        if record.validation_loss is not None:
+            words.append(f"validation {record.validation_loss:.3f}")
+        words.append(f"{record.tokens_per_second:,.0f} tokens/s")
+        if record.mfu is not None:
+            words.append(f"MFU {record.mfu:.1%}")
+        words.append(f"lr {record.learning_rate:.1e}")
+        if text := more():
+            words.append(text)
+        self._bar.set_postfix_str(", ".join(words), refresh=False)
         self._bar.update(record.step - self._bar.n)  # backwards after a failure

@@ -96,6 +96,13 @@ class Saver:
         failed = running is not None and running.done() and running.exception() is not None
         return due, failed
 
+    def is_due(self, step: int, *, ends: bool) -> bool:
+        """Return whether to save a step: by its number, or if configured at all, because `ends`."""
+        if self._config is None:
+            return False
+        every = self._config.every_steps
+        return ends or (every is not None and step % every == 0)
+
     def save(self, snapshot: Snapshot) -> Path:
         """Write a checkpoint, in the background as configured. Collective over: the default group.
 

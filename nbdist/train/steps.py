@@ -18,6 +18,7 @@ from nbdist.train.parallelize import (
     own_tokens,
     whole,
 )
+from nbdist.train.phases import Clock, Phase, mark_backward_end
 from nbdist.train.precision import LossScale, autocast
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from nbdist.train.config import TrainConfig
 
-__all__ = ["ForwardBackward"]
+__all__ = ["ForwardBackward", "on_device"]
 
 
 class ForwardBackward:
@@ -38,6 +39,7 @@ class ForwardBackward:
         model: from `parallelize`.
         mesh: the whole mesh.
         config: how to train.
+        clock: is told when forward and backward end.
 
     Attributes:
         scale: what the gradients are multiplied with.
@@ -46,10 +48,13 @@ class ForwardBackward:
         ValueError: a micro-batch would have no row on some rank.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, config: TrainConfig) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, config: TrainConfig, clock: Clock
+    ) -> None:
         self._model = model
         self._has_run = False
         self._config = config
+        self._clock = clock
         self.scale = LossScale(enabled=config.autocast_dtype == "float16")
         applied = applied_to(model)
         self._pipeline = applied.pipeline if applied else None
@@ -98,11 +103,14 @@ class ForwardBackward:
                 part = loss.detach() * (weight / self._num_data_ranks / self._num_copies)
                 total = total + part
                 if is_last:
-                    share(total)
+                    self._tell(share, total)
                 extra = auxiliary_loss(self._model)
                 loss = loss if extra is None else loss + extra
                 factor = weight * self.scale.value
+                self._clock.mark(Phase.FORWARD)
+                mark_backward_end(loss, self._clock)
                 (loss if factor == 1 else loss * factor).backward()  # type: ignore[no-untyped-call]
+                self._clock.mark(Phase.COMMUNICATION)  # DDP's wait at the end of backward
 
     def warm_up(self, batch: Callable[[], tuple[Tensor, Tensor]]) -> None:
         """Have DDP order its buckets before weights are loaded.
@@ -134,4 +142,16 @@ class ForwardBackward:
         pp = len(dist.get_process_group_ranks(self._pipeline.group))
         # of the ranks with these rows, one in pp has a loss: it stands for the others
         # float64: all ranks must send one dtype, and only the last stage knows that of its loss
-        share(whole(loss).double() * (pp / scale / self._num_data_ranks / self._num_copies))
+        part = whole(loss).double() * (pp / scale / self._num_data_ranks / self._num_copies)
+        self._tell(share, part)
+
+    def _tell(self, share: Callable[[Tensor], None], part: Tensor) -> None:
+        self._clock.mark(Phase.FORWARD)
+        share(part)
+        self._clock.mark(Phase.COMMUNICATION)
+
+
+def on_device(pair: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets on a device, without waiting for the copies."""
+    inputs, targets = pair
+    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)

@@ -14,15 +14,19 @@ from nbdist.train import checkpoint
 from nbdist.train.anomaly import AnomalyWatch
 from nbdist.train.autosave import save_stopped, snapshot_of
 from nbdist.train.beginning import begin, restore_random_states
+from nbdist.train.flips import FlipCheck
 from nbdist.train.interrupt import StopRequest
 from nbdist.train.mesh import data_parallel_place
 from nbdist.train.metrics import ProgressLine, StepRecord, TrainHistory
 from nbdist.train.optim import build_optimizer, validation_loss
 from nbdist.train.parallelize import mesh_of, parallelize
+from nbdist.train.phases import Phase
 from nbdist.train.precision import deterministic
 from nbdist.train.saving import Saver
-from nbdist.train.steps import ForwardBackward
+from nbdist.train.scaling import ScalingReport, measure
+from nbdist.train.steps import ForwardBackward, on_device
 from nbdist.train.survival import Survival
+from nbdist.train.timing import Timing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,6 +59,7 @@ class Trainer:
     Attributes:
         step: optimizer steps done.
         history: records of the steps since the start or the last resume.
+        timing: where the time of the last steps went, by rank and phase.
         loss_scale: of float16 gradients.
     """
 
@@ -79,21 +84,21 @@ class Trainer:
         self.mesh = mesh
         self.model = parallelize(model, mesh)
         self.optimizer = build_optimizer(self.model, config)
-        self.data_place = data_parallel_place(mesh)
-        rank, world_size = self.data_place
+        rank, world_size = self.data_place = data_parallel_place(mesh)
         self.data = self._dataset.for_rank(
             global_batch_size=config.global_batch_size, rank=rank, world_size=world_size
         )
         self._device = torch.device(mesh.device_type)
-        self._forward_backward = ForwardBackward(self.model, mesh, config)
+        self.timing = Timing.of(self.model, config, self._device)
+        self._forward_backward = ForwardBackward(self.model, mesh, config, self.timing.clock)
         self.loss_scale = self._forward_backward.scale
         self._parameters = list(self.model.parameters())
         self._group = dist.group.WORLD
         self._updating = False  # True only while weights and `step` do not belong together
-        self._stop_agreed = False
-        self._save_agreed = False
+        self._stop_agreed = self._save_agreed = False
         self._saver = Saver(config.checkpoint)
         self._watch = AnomalyWatch(self.model, enabled=config.detect_anomaly)
+        self._flips = FlipCheck(self.model, self.optimizer, mesh, config)
 
     def fit(self, *, resume: bool | Literal["auto"] = False) -> TrainHistory:
         """Train until `num_steps` steps are done, and return the history.
@@ -111,6 +116,7 @@ class Trainer:
                 the ranks' weights do not belong together.
             NoWorldError: the process group of the model is gone.
             NonFiniteError: with `detect_anomaly`, a layer returned NaN or infinity.
+            StateMismatchError: with `check_every`, replicas were not equal.
             KeyboardInterrupt: Ctrl-C; the trainer stays usable. The text tells the step and the
                 checkpoint.
         """
@@ -143,9 +149,13 @@ class Trainer:
 
     def _run_step(self, stop: StopRequest, line: ProgressLine) -> None:
         self.history.records.append(self._train_step(stop))
+        self._flips.check(self.step)
+        self.timing.clock.mark(None)
         self.survival.step_done()
+        self.timing.clock.mark(Phase.SAVE)
         saved = self.finish_step()
-        line.show(self.history.records[-1])
+        self.timing.clock.mark(Phase.SAVE)
+        line.show(self.history.records[-1], self.timing.glance)
         if self._stop_agreed:
             raise KeyboardInterrupt(save_stopped(self, saved))
 
@@ -159,8 +169,16 @@ class Trainer:
         records = self.history.records
         if not records or records[-1].step != self.step:
             return None
-        records[-1] = self._evaluate_if_due(records[-1])
-        return self._save_if_due(records[-1])
+        every = self.config.eval_every
+        if every is not None and self.step % every == 0:
+            records[-1] = dataclasses.replace(records[-1], validation_loss=self.evaluate())
+        self.timing.clock.mark(None)
+        ends = self._save_agreed or self.step == self.config.num_steps
+        if not self._saver.is_due(self.step, ends=ends):
+            return None
+        with self._saver.tolerant():
+            return self._saver.save(snapshot_of(self, self._dataset))
+        return None
 
     def resume(self) -> TrainHistory:
         """Load the newest checkpoint and train on from it: `fit(resume=True)`.
@@ -172,7 +190,9 @@ class Trainer:
 
     def _train_step(self, stop: StopRequest) -> StepRecord:
         started = time.perf_counter()
-        inputs, targets = self._on_device(self.data.batch(self.step))
+        self.timing.begin()
+        inputs, targets = on_device(self.data.batch(self.step), self._device)
+        self.timing.clock.mark(Phase.DATA)
         sharing: list[tuple[Tensor, dist.Work | None]] = []
         self._forward_backward(
             inputs, targets, lambda loss: sharing.append(self._share(loss, stop))
@@ -181,28 +201,33 @@ class Trainer:
         self._watch.raise_together(self.step + 1)
         norm, accepted = self._forward_backward.clip(self._parameters)
         rate = self._update(accepted=accepted)
+        self.timing.clock.mark(Phase.OPTIMIZER)
         if sent is not None:
             sent.wait()
         # the only wait for the device in a step
-        mean_loss, asked, due, failed, grad_norm = torch.cat((shared, norm.reshape(1))).tolist()
+        told = torch.cat((norm.reshape(1), shared)).tolist()
+        grad_norm, mean_loss, asked, due, failed = told[:5]
+        self.timing.clock.mark(Phase.COMMUNICATION)
+        self.timing.take(told[5:])
         self._stop_agreed, self._save_agreed = asked > 0, due > 0
         if failed > 0:
             self._saver.settle()
         seconds = time.perf_counter() - started
-        num_tokens = targets[0].numel() * self.config.global_batch_size
+        speed = targets[0].numel() * self.config.global_batch_size / seconds
         return StepRecord(
             step=self.step,
             loss=mean_loss,
             learning_rate=rate,
             grad_norm=grad_norm,
             seconds=seconds,
-            tokens_per_second=num_tokens / seconds,
+            tokens_per_second=speed,
+            mfu=self.timing.mfu(speed, targets[0].numel()),
         )
 
     def _share(self, loss: Tensor, stop: StopRequest) -> tuple[Tensor, dist.Work | None]:
         """Sum the loss, and what a rank has to tell, while backward runs."""
         self.survival.settle()
-        told = (float(stop.asked), *map(float, self._saver.wishes()))
+        told = (stop.asked, *self._saver.wishes(), *self.timing.told())
         shared = torch.cat((loss.reshape(1), loss.new_tensor(told)))
         return shared, dist.all_reduce(shared, async_op=True)
 
@@ -229,12 +254,16 @@ class Trainer:
 
     def warm_up(self) -> None:
         """See `ForwardBackward.warm_up`. Collective over: all ranks."""
-        self._forward_backward.warm_up(lambda: self._on_device(self.data.batch(self.step)))
+        self._forward_backward.warm_up(lambda: on_device(self.data.batch(self.step), self._device))
         self.optimizer.zero_grad()
 
     def evaluate(self) -> float:
         """Return the mean loss over the validation split."""
         return validation_loss(self.model, self.data, self.config.loss_fn, self._device)
+
+    def scaling_report(self, num_steps: int = 5) -> ScalingReport:
+        """Compare the run with one rank; see `nbdist.train.scaling.measure`. Collective."""
+        return measure(self, self._dataset, num_steps)
 
     def save(self) -> Path:
         """Write a checkpoint of the current step and return its path when it is complete.
@@ -269,26 +298,3 @@ class Trainer:
         self.history = TrainHistory()
         restore_random_states(path, manifest, self.config.seed)
         _log.info("resumed from %s at step %d", path, self.step)
-
-    def _evaluate_if_due(self, record: StepRecord) -> StepRecord:
-        every = self.config.eval_every
-        if every is None or record.step % every:
-            return record
-        return dataclasses.replace(record, validation_loss=self.evaluate())
-
-    def _save_if_due(self, record: StepRecord) -> Path | None:
-        where = self.config.checkpoint
-        if where is None:
-            return None
-        due = where.every_steps is not None and record.step % where.every_steps == 0
-        if due or self._save_agreed or record.step == self.config.num_steps:
-            with self._saver.tolerant():
-                return self._saver.save(snapshot_of(self, self._dataset))
-        return None
-
-    def _on_device(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        inputs, targets = pair
-        return (
-            inputs.to(self._device, non_blocking=True),
-            targets.to(self._device, non_blocking=True),
-        )
