@@ -183,11 +183,12 @@ class NewRank:
         recipe: Recipe = unpack(packed, known | {"trainer": trainer})
         model, mesh = recipe.build()
         made.__init__(trainer, model, recipe.data, recipe.config, mesh=mesh)
+        # Before anything of the user's runs, such as the loss: it looks its names up.
+        self._port.unpack_names(names, known | known_objects(trainer, recipe.data))
         trainer.history.records[:] = recipe.records
         outcome = go_on(trainer, None, 0)
         trainer.history.forget_after(outcome.step)
         trainer.survival.take_over(outcome.mirror, self._port)
-        self._port.unpack_names(names, known | known_objects(trainer, recipe.data))
         trainer.finish_step()
         self._port.recovered(step=outcome.step, steps_lost=0, source=outcome.source)
         self._trainer = trainer
