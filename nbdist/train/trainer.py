@@ -88,7 +88,7 @@ class Trainer:
         self._forward_backward = ForwardBackward(self.model, mesh, config)
         self._parameters = list(self.model.parameters())
         self._group = dist.group.WORLD
-        self._updating = False  # True only while weights and `step` do not belong together
+        self.updating = False  # True only while weights and `step` do not belong together
         self._stop_agreed = False
         self._save_agreed = False
         self._saver = Saver(config.checkpoint)
@@ -114,7 +114,7 @@ class Trainer:
                 checkpoint.
         """
         self._saver.settle()
-        begin(self, resume, self._group, updating=self._updating)
+        begin(self, resume, self._group, updating=self.updating)
         return self.go_on()
 
     def go_on(self) -> TrainHistory:
@@ -209,11 +209,11 @@ class Trainer:
         rate = self.config.learning_rate_at(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self._updating = True
+        self.updating = True
         if accepted:
             self.optimizer.step()
         self.step += 1
-        self._updating = False
+        self.updating = False
         self.optimizer.zero_grad()
         return rate
 
@@ -258,7 +258,7 @@ class Trainer:
         self.optimizer.zero_grad()
         manifest = checkpoint.load(path, self.model, self.optimizer)
         self.step = manifest.step
-        self._updating = False
+        self.updating = False
         self.history = TrainHistory()
         if manifest.world_size == dist.get_world_size():
             restore_rng(checkpoint.read_rng(path, dist.get_rank()))
