@@ -59,8 +59,8 @@ class SurvivalPort(Protocol):
         """Return the user's names for a new rank; objects of `known` stand by their name there."""
         ...
 
-    def unpack_names(self, packed: PackedNames, known: dict[str, Any]) -> None:
-        """Set the names that `pack_names` of another rank returned."""
+    def unpack_names(self, packed: PackedNames, known: dict[str, Any]) -> tuple[str, ...]:
+        """Set the names that `pack_names` of another rank returned; return those that failed."""
         ...
 
     def rebind(self, pairs: list[tuple[Any, Any]]) -> None:

@@ -104,10 +104,10 @@ class Healing:
         self._check_alive(())
         started = time.monotonic()
         with self._lock:
-            _check_idle(self._link, self.record.num_ranks, ranks)
+            check_idle(self._link, self.record.num_ranks, ranks)
             lost = sorted(self._link.lost_ranks)
             deaths = tell_deaths(Path(self.record.directory), self.infos, lost)
-            _end_ranks(self._link, self.infos, ranks)
+            end_ranks(self._link, self.infos, ranks)
             lost = sorted(self._link.lost_ranks)
             if not lost:
                 return []
@@ -138,31 +138,33 @@ class Healing:
         processes = self._processes or Processes.of(self.record)
         start_processes(processes, self._link, self.infos, ranks, tell)
 
-    def regroup(self) -> int:
-        """Have all ranks join the next generation while a cell runs; see `Replacing`."""
+    def regroup(self, ranks: Sequence[int]) -> int:
+        """Have ranks join the next generation while a cell runs; see `Replacing`."""
         self._group_broken = True
-        self._remake_group()
+        self._remake_group(ranks)
         (self._processes or Processes.of(self.record)).start_spares()
         return self._generation
 
     def _check_alive(self, ranks: Sequence[int]) -> None:
         raise NotImplementedError
 
-    def _remake_group(self) -> None:
-        """Have all ranks join the generation after the last that any of them knows."""
+    def _remake_group(self, ranks: Sequence[int] | None = None) -> None:
+        """Have ranks, None for all, join the generation after the last that any of them knows."""
         query = StatusQuery(query_id=uuid.uuid4().hex)
-        ranks = range(self.record.num_ranks)
+        ranks = range(self.record.num_ranks) if ranks is None else ranks
         answers = starting.ask(self._link, query, ranks, timeout_seconds=2.0)
         known = [info.generation for info in answers.values()]
         # Ranks that are gone may have been in a later one, whose store is not used again.
         stores = Path(self.record.directory).glob("store.*")
         known += [int(store.suffix.removeprefix(".")) for store in stores]
         self._generation = max(self._generation, *known) + 1
-        self.infos = starting.join_group(self._link, self.record, self._generation)
+        joined = starting.join_group(self._link, self.record, self._generation, ranks)
+        infos = {info.rank: info for info in [*self.infos, *joined]}
+        self.infos = [infos[rank] for rank in sorted(infos)]
         self._group_broken = False
 
 
-def _check_idle(link: WorldLink, num_ranks: int, but: Sequence[int]) -> None:
+def check_idle(link: WorldLink, num_ranks: int, but: Sequence[int]) -> None:
     """Raise RankBusyError when a rank that stays cannot join a new group now."""
     staying = sorted(set(range(num_ranks)) - link.lost_ranks - set(but))
     answers = starting.ask(link, StatusQuery(query_id=uuid.uuid4().hex), staying, 2.0)
@@ -174,7 +176,7 @@ def _check_idle(link: WorldLink, num_ranks: int, but: Sequence[int]) -> None:
         )
 
 
-def _end_ranks(link: WorldLink, infos: Sequence[RankInfo], ranks: Sequence[int]) -> None:
+def end_ranks(link: WorldLink, infos: Sequence[RankInfo], ranks: Sequence[int]) -> None:
     """End the processes of ranks, whatever they run, and wait until they are gone."""
     going = set(ranks) - link.lost_ranks
     for rank in going:

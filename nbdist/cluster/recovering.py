@@ -31,8 +31,8 @@ class Replacing(Protocol):
         """Bring up processes for lost ranks; return when they take cells."""
         ...
 
-    def regroup(self) -> int:
-        """Have all ranks join the next generation of the process group and return its number."""
+    def regroup(self, ranks: Sequence[int]) -> int:
+        """Have ranks join the next generation of the process group and return its number."""
         ...
 
 
@@ -153,7 +153,7 @@ class Recovering:
         try:
             self._world.bring_up(lost, lambda text: self._say(f"rank {who} died; {text}"))
             self._times.setdefault("replaced", time.monotonic() - self._began)
-            self.generation = self._world.regroup()
+            self.generation = self._world.regroup(sorted(self._request.ranks))
         except RankLostError:
             if not self._lost:  # else it was one that is replaced in the next round
                 raise

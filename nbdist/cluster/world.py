@@ -15,11 +15,11 @@ from nbdist.cluster.asking import OnInput, answering
 from nbdist.cluster.cell import CellRun
 from nbdist.cluster.config import WorldConfig
 from nbdist.cluster.death import lost_error
-from nbdist.cluster.healing import Healing
 from nbdist.cluster.launch import Processes, end_world
 from nbdist.cluster.link import WorldLink
 from nbdist.cluster.names_table import NamesTable
 from nbdist.cluster.recovering import Recovering
+from nbdist.cluster.resizing import Resizing
 from nbdist.cluster.result import CellResult
 from nbdist.cluster.source import check_ranks, check_source
 from nbdist.cluster.watch import Watch
@@ -38,7 +38,7 @@ from nbdist.runfiles import WorldRecord, find_world
 __all__ = ["World"]
 
 
-class World(Healing):
+class World(Resizing):
     """Ranks that keep their variables between calls. Use as a context manager in scripts.
 
     Made by `World.start` or `World.attach`. Every method may be called from the client only;

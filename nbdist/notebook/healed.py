@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbdist.cluster.healing import Healed
 from nbdist.cluster.world import World
 from nbdist.notebook.tables import StageDisplay, say
 
-__all__ = ["replace_ranks", "summary"]
+__all__ = ["joined", "replace_ranks", "summary"]
 
 MAX_NAMES = 8
 
@@ -40,13 +40,14 @@ def summary(healed: Healed) -> str:
     ):
         for rank, names in sorted(by_rank.items()):
             if names:
-                lines.append(f"{text} rank {rank}: {_joined(names)}")
+                lines.append(f"{text} rank {rank}: {joined(names)}")
     if healed.gone is None:
         lines.append("all ranks are new: what was not pushed again is gone")
     lines.append("objects that were built over the old process group must be built again")
     return "\n".join(lines)
 
 
-def _joined(names: list[str]) -> str:
+def joined(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
     rest = len(names) - MAX_NAMES
     return ", ".join(names[:MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")

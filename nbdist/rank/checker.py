@@ -121,6 +121,14 @@ class Checker:
         self._dtype_names = ("", *sorted(dtypes))
         self._dtypes = {dtypes[n]: i for i, n in enumerate(self._dtype_names) if n}
 
+    def follow(self, rank: int) -> None:
+        """Be another rank from the next generation on: its log is that of this rank."""
+        if rank == self.rank:
+            return
+        with self._lock:
+            self.rank = rank
+            self._log = CallLog(self._ranks_directory / f"{rank}.calls", writable=True)
+
     def enter(self, seen: Seen) -> Wait | None:
         """Log a call and compare it; None when it is of no group that is watched.
 

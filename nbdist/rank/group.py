@@ -101,14 +101,16 @@ class Group:
     """The default process group of this rank, generation by generation.
 
     Args:
-        rank: this rank.
-        world_size: number of ranks.
         device: `cpu` or `cuda:N`.
+
+    Attributes:
+        rank: this rank's number in it.
+        ranks: what its ranks are called by clients, in order; see `JoinGroup`.
     """
 
-    def __init__(self, rank: int, world_size: int, device: str) -> None:
-        self.rank = rank
-        self.world_size = world_size
+    def __init__(self, device: str) -> None:
+        self.rank = -1
+        self.ranks: tuple[int, ...] = ()
         self.device = device
         self.generation = -1
         self._ledger = GroupLedger()
@@ -119,10 +121,19 @@ class Group:
         """The backend string: gloo for host tensors, NCCL for device tensors."""
         return "cpu:gloo,cuda:nccl" if self.device.startswith("cuda") else "gloo"
 
+    @property
+    def world_size(self) -> int:
+        """Number of its ranks."""
+        return len(self.ranks)
+
+    def place(self, rank: int, ranks: tuple[int, ...]) -> None:
+        """Set who its ranks are called, and which of them this one is."""
+        self.rank, self.ranks = ranks.index(rank), ranks
+
     def join(self, generation: int, store_path: str, timeout_seconds: float) -> None:
         """Leave the present generation, join another and verify it by a collective.
 
-        Collective over: all ranks of the world. Runs on the main thread.
+        Collective over: all of its ranks. Runs on the main thread.
 
         Raises:
             RuntimeError: the group was made but its first sum is wrong, or a peer did not come.

@@ -127,7 +127,7 @@ class Survivor:
                 missing.append(name)
         return packed, tuple(missing)
 
-    def unpack_names(self, packed: PackedNames, known: dict[str, Any]) -> None:
+    def unpack_names(self, packed: PackedNames, known: dict[str, Any]) -> tuple[str, ...]:
         """See `SurvivalPort`."""
         from nbdist.train.survival.packing import unpack
 
@@ -142,6 +142,7 @@ class Survivor:
             else:
                 self.namespace[name] = value
         self._missing = tuple(failed)
+        return self._missing
 
     def rebind(self, pairs: list[tuple[Any, Any]]) -> None:
         """See `SurvivalPort`."""

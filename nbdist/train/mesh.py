@@ -162,7 +162,9 @@ def axis_size(mesh: DeviceMesh, axis: str) -> int:
 
 def axis_rank(mesh: DeviceMesh, axis: str) -> int:
     """Return this rank's place on an axis; 0 when the mesh has no such axis."""
-    return mesh.get_local_rank(axis) if axis in (mesh.mesh_dim_names or ()) else 0
+    names, where = mesh.mesh_dim_names or (), mesh.get_coordinate()
+    # not of the axis's group: that may be gone
+    return where[names.index(axis)] if where and axis in names else 0
 
 
 def degrees_of(mesh: DeviceMesh) -> dict[str, int]:

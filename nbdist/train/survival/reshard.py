@@ -1,4 +1,4 @@
-"""Makes the state that a rank of another mesh needs, out of what the ranks of the old one had.
+"""Makes the state of a rank of one mesh out of what the ranks of another had (ranks).
 
 Every rank sends the others the parts that they need, a few tensors at a time: nobody holds more
 than its own state twice. Which parts those are is arithmetic on the tensors' offsets (`boxes`).

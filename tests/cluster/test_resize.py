@@ -1,0 +1,138 @@
+"""The number of ranks changes: between cells, and when a rank dies inside `fit`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from nbdist import World
+from nbdist.errors import NbdistError, RemoteCellError, StartError
+
+SETUP = """
+import torch, torch.distributed as dist
+from nbdist.train import *
+data = TextData(shakespeare()[:60_000], vocab_size=300, context_length=32)
+config = DecoderConfig(vocab_size=300, num_layers=2, hidden_size=48, context_length=32)
+
+def build(mesh=None, **options):
+    torch.manual_seed(0)
+    model = parallelize(DecoderLM(config), build_mesh(mesh))
+    return Trainer(model, data, TrainConfig(**{"num_steps": 4, **options}))
+
+def go_on(trainer, num_steps):
+    import dataclasses
+    trainer.config = dataclasses.replace(trainer.config, num_steps=num_steps)
+    return trainer.fit().losses
+
+def seen(trainer):
+    parts = [None] * world_size
+    dist.all_gather_object(parts, trainer.data.sample_ids(trainer.step))
+    return [one for part in parts for one in part]
+"""
+SUM = "total = torch.tensor([rank + 1.0]); dist.all_reduce(total); print(int(total), world_size)"
+
+
+@pytest.fixture(scope="module")
+def elastic():
+    """A world whose number of ranks the tests change, one after another."""
+    with World.start(2) as world:
+        world.run(SETUP)
+        yield world
+
+
+def last(result):
+    return {rank: text.strip().splitlines()[-1] for rank, text in result.text.items()}
+
+
+def test_a_run_goes_on_with_more_and_with_fewer_ranks(elastic):
+    world = elastic
+    # As on two ranks throughout: the same global batches, gradients summed in another order.
+    expected = last(world.run("other = build(num_steps=12); print(other.fit().losses)"))[0]
+    order = last(world.run("print(seen(build()))"))[0]
+    world.run("del other\nmine = rank\ntrainer = build(num_steps=12); go_on(trainer, 4)")
+    world.push(pushed=[1, 2])
+    pids = [info.pid for info in world.infos]
+
+    grown = world.resize(3)
+
+    assert (grown.before, grown.after, grown.places.new) == (2, 3, [2])
+    assert grown.trainers == {"trainer": "memory of peers"}
+    assert [info.pid for info in world.infos][:2] == pids
+    assert set(last(world.run(SUM)).values()) == {"6 3"}
+    assert last(world.run("print(mine, pushed, trainer.step, mesh.size())")) == {
+        0: "0 [1, 2] 4 3", 1: "1 [1, 2] 4 3", 2: "0 [1, 2] 4 3",
+    }  # fmt: skip
+    assert last(world.run("trainer.step = 0; print(seen(trainer)); trainer.step = 4"))[2] == order
+    world.run("go_on(trainer, 8)")
+    steps = world.run("print(trainer.config.accumulation_steps, model_is := trainer.step)")
+    assert last(steps)[2] == "1 8"
+
+    shrunk = world.resize(1)
+
+    assert (shrunk.places.leaving, shrunk.trainers) == ([1, 2], {"trainer": "memory of peers"})
+    assert [info.pid for info in world.infos] == pids[:1]
+    assert last(world.run(SUM)) == {0: "1 1"}
+    result = world.run("print(go_on(trainer, 12)); print(trainer.config.accumulation_steps)")
+    *_, losses, accumulation = result.text[0].strip().splitlines()
+    assert accumulation == "2"  # 16 rows, where the two ranks had 8 at once
+    numbers = [[float(x) for x in text.strip("[]").split(",")] for text in (losses, expected)]
+    assert len(numbers[0]) == 12
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-4)
+    world.resize(2)
+
+
+def test_a_size_that_a_mesh_cannot_have_is_refused_before_anything(elastic):
+    elastic.run("cut = build(MeshConfig(dp_shard=1, tp=2))")
+
+    with pytest.raises(NbdistError, match=r"`cut`: mesh degrees .*: tp=2 = 2 cannot .*size=3"):
+        elastic.resize(3)
+
+    elastic.run("del cut")
+    assert set(last(elastic.run(SUM)).values()) == {"3 2"}
+
+
+@pytest.mark.parametrize("num_ranks", [0, True, "3"])
+def test_a_size_that_is_no_number_of_ranks_is_refused(elastic, num_ranks):
+    with pytest.raises(ValueError, match=r"is not a number of ranks; give an integer"):
+        elastic.resize(num_ranks)
+
+
+def test_ranks_that_cannot_be_started_leave_the_world_as_it_was(elastic, monkeypatch):
+    def fail(*_args):
+        raise StartError("no process", stage="heal")
+
+    elastic.run("kept = build(); go_on(kept, 1)")
+    with monkeypatch.context() as patch:
+        patch.setattr("nbdist.cluster.resizing.start_processes", fail)
+        with pytest.raises(StartError, match="no process"):
+            elastic.resize(3)
+
+    assert elastic.num_ranks == 2
+    assert set(last(elastic.run(SUM)).values()) == {"3 2"}
+
+
+def test_the_living_ranks_close_ranks_after_a_death(elastic):
+    elastic.resize(3)
+    elastic.run("mine = rank; replicas = build(MeshConfig(dp_replicate=3, dp_shard=1))")
+    elastic.run("kept = build(); go_on(replicas, 1)")
+    os.kill(elastic.infos[1].pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while 1 not in elastic.lost_ranks:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+    resized = elastic.resize(2)
+
+    assert resized.places.moves == {2: 1}
+    assert elastic.lost_ranks == frozenset()
+    assert last(elastic.run("print(rank, world_size, mine)")) == {0: "0 2 0", 1: "1 2 2"}
+    assert resized.trainers["replicas"] == "memory of peers"
+    # A part of these weights was on the rank that died alone.
+    assert "in no other rank's memory" in resized.behind["kept"]
+    elastic.run("go_on(replicas, 2)")
+    with pytest.raises(RemoteCellError, match="build a new Trainer"):
+        elastic.run("go_on(kept, 2)")
+    assert elastic.heal() == []
