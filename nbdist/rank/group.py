@@ -15,6 +15,7 @@ import gc
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -51,6 +52,21 @@ def _sockets(epoll: int) -> Iterator[socket.socket]:
                     listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                     if sock.family in (socket.AF_INET, socket.AF_INET6) and not listens:
                         yield sock
+
+
+def _forget_meshes() -> None:
+    """Clear DTensor's caches: they answer with meshes of earlier groups.
+
+    Such a mesh equals the new one of that shape, but has this rank's old place and dead groups.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
 
 
 class GroupLedger:
@@ -146,6 +162,7 @@ class Group:
             self._ledger.install()
             self._installed = True
         self.leave()
+        _forget_meshes()
         # Each generation has a store of its own: addresses of an earlier one are never read.
         store = FileStore(f"{store_path}.{generation}", self.world_size)
         timeout = timedelta(seconds=timeout_seconds)
