@@ -20,12 +20,16 @@ class Policy:
     """What is done when a rank dies in `fit`.
 
     Attributes:
-        on_failure: "heal" puts a new process in its place.
+        on_failure: "heal" puts a new process in its place, "shrink" goes on without.
+        min_ranks: fewest ranks to go on with; a multiple of `multiple_of` as well.
+        multiple_of: ranks that the axes need which cannot change.
         max_failures: failures within `per_hours` that are answered so; the next one ends the cell.
         per_hours: length of that time.
     """
 
     on_failure: str
+    min_ranks: int
+    multiple_of: int
     max_failures: int
     per_hours: float
 
@@ -52,7 +56,10 @@ class SurvivalPort(Protocol):
         ...
 
     def wait_for_group(self, error: BaseException) -> None:
-        """Return when the default group has been made anew with all ranks; raise `error` if not."""
+        """Return when the default group has been made anew; raise `error` when it will not be.
+
+        Dead ranks have been replaced in it, or it is smaller.
+        """
         ...
 
     def pack_names(self, known: dict[str, Any]) -> PackedNames:

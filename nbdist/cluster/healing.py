@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from nbdist.cluster.incidents import Incident, read_incidents
 from nbdist.cluster.launch import Processes
 from nbdist.cluster.link import WorldLink
 from nbdist.cluster.objects import Objects
+from nbdist.cluster.places import plan_places
 from nbdist.cluster.replacing import start_processes
 from nbdist.cluster.source import check_ranks
 from nbdist.cluster.spares import ready_spares
@@ -138,10 +139,18 @@ class Healing:
         processes = self._processes or Processes.of(self.record)
         start_processes(processes, self._link, self.infos, ranks, tell)
 
-    def regroup(self, ranks: Sequence[int]) -> int:
-        """Have ranks join the next generation while a cell runs; see `Replacing`."""
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """End what has come up for ranks; see `Replacing`."""
+        end_ranks(self._link, (), ranks)
+        for rank in ranks:
+            self._link.give_up(rank)
+
+    def regroup(self, gone: Collection[int]) -> int:
+        """Have all ranks but these join the next generation while a cell runs; see `Replacing`."""
         self._group_broken = True
-        self._remake_group(ranks)
+        ranks = [rank for rank in range(self.record.num_ranks) if rank not in gone]
+        moves = plan_places(ranks, len(ranks)).moves
+        self._remake_group(sorted(ranks, key=lambda rank: moves.get(rank, rank)))
         (self._processes or Processes.of(self.record)).start_spares()
         return self._generation
 

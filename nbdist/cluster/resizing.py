@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from nbdist.cluster.death import tell_deaths
 from nbdist.cluster.healing import Healing, check_idle, end_ranks
 from nbdist.cluster.launch import Processes
+from nbdist.cluster.places import Places, plan_places
 from nbdist.cluster.replacing import start_processes
 from nbdist.errors import NbdistError
 from nbdist.messages import RankInfo, TakePlace
 
-__all__ = ["Places", "Resized", "Resizing", "plan_places"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """Who is which rank afterwards.
-
-    Attributes:
-        moves: `{old: new}` of living ranks whose number changes.
-        leaving: living ranks that end.
-        new: ranks that a process is started for.
-    """
-
-    moves: dict[int, int]
-    leaving: list[int]
-    new: list[int]
-
-
-def plan_places(alive: Sequence[int], num_ranks: int) -> Places:
-    """Return who becomes which rank when there are to be `num_ranks`.
-
-    A rank keeps its number if there is one like it; else it takes that of a lost rank, else it
-    ends.
-    """
-    kept = [rank for rank in alive if rank < num_ranks]
-    free = [rank for rank in range(num_ranks) if rank not in kept]
-    beyond = [rank for rank in alive if rank >= num_ranks]
-    moves = dict(zip(beyond, free, strict=False))
-    return Places(moves=moves, leaving=beyond[len(free) :], new=free[len(beyond) :])
+__all__ = ["Resized", "Resizing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,11 +164,26 @@ class Resizing(Healing):
                 self._link.post(rank, place)
         self._link.relabel(places.moves, num_ranks)
         self._objects.relabel(places.moves, range(num_ranks), places.new)
+        numbers = {rank: places.moves.get(rank, rank) for rank in infos}
+        self.infos = [
+            dataclasses.replace(infos[rank], rank=number, world_size=num_ranks)
+            for rank, number in sorted(numbers.items(), key=lambda pair: pair[1])
+            if number < num_ranks
+        ]
         for path in Path(self.record.directory, "ranks").glob("[0-9]*.json"):
             if int(path.stem) >= num_ranks:
                 path.unlink()
         self.record.save()
-        self.infos = []
+
+    def leave_out(self, gone: Collection[int]) -> None:
+        """Have a world without ranks that a cell has gone on without; the others move up."""
+        alive = sorted(set(range(self.record.num_ranks)) - self._link.lost_ranks - set(gone))
+        if not gone or not alive:
+            return
+        places = plan_places(alive, len(alive))
+        tell_deaths(Path(self.record.directory), self.infos, sorted(gone))
+        self.record.num_ranks = len(alive)
+        self._number(places, len(alive))
 
     def _take_up(
         self, before: int, places: Places, started: float, tell: Callable[[str], None]

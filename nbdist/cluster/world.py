@@ -184,12 +184,15 @@ class World(Resizing):
             run = CellRun(self._link, request, timeout_seconds, watch, recovering)
             self._run = run
             try:
-                run.start()
-                yield from run.events()
+                try:
+                    run.start()
+                    yield from run.events()
+                finally:
+                    self._run = None
+                    self._group_broken = self._group_broken or run.group_aborted
+                run.raise_for_failure(self._lost_error)
             finally:
-                self._run = None
-                self._group_broken = self._group_broken or run.group_aborted
-        run.raise_for_failure(self._lost_error)
+                self.leave_out(recovering.gone)
 
     def interrupt(self) -> None:
         """Stop the cell that runs on the ranks, whoever sent it; returns at once.

@@ -74,13 +74,15 @@ class Survivor:
     def begin(self, policy: Policy) -> str:
         """See `SurvivalPort`."""
         call, problem = call_site(sys._getframe(1), self._executor.cell_numbers)
-        if problem:
+        if problem and policy.on_failure != "shrink":  # then nobody has to take it up
             return problem
         self._drain()
         self._is_on = True
         self._output.event(
             CanRecover,
             on_failure=policy.on_failure,
+            min_ranks=policy.min_ranks,
+            multiple_of=policy.multiple_of,
             max_failures=policy.max_failures,
             per_hours=policy.per_hours,
             call=call,

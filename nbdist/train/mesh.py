@@ -26,6 +26,7 @@ __all__ = [
     "data_parallel_mesh",
     "data_parallel_place",
     "degrees_of",
+    "num_fixed",
     "resized_degrees",
 ]
 
@@ -49,6 +50,9 @@ class Axis(StrEnum):
 
 DATA_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.EP)
 """Ranks that differ on these see different rows."""
+
+_CHANGING = (Axis.DP_REPLICATE, Axis.DP_SHARD)
+"""Their sizes follow the number of ranks while a run goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +177,12 @@ def degrees_of(mesh: DeviceMesh) -> dict[str, int]:
     return {axis: size for axis, size in sizes if size > 1}
 
 
+def num_fixed(mesh: DeviceMesh) -> int:
+    """Return what the number of ranks must be a multiple of, whatever `resized_degrees` changes."""
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+    return math.prod(size for axis, size in sizes if axis not in _CHANGING)
+
+
 def resized_degrees(degrees: dict[str, int], world_size: int) -> dict[str, int]:
     """Return the degrees of a mesh on another number of ranks.
 
@@ -182,8 +192,7 @@ def resized_degrees(degrees: dict[str, int], world_size: int) -> dict[str, int]:
     Raises:
         ValueError: the other axes do not divide `world_size`; the text is the whole equation.
     """
-    changing = (Axis.DP_REPLICATE, Axis.DP_SHARD)
-    fixed = {axis: size for axis, size in degrees.items() if axis not in changing}
+    fixed = {axis: size for axis, size in degrees.items() if axis not in _CHANGING}
     left, rest = divmod(world_size, math.prod(fixed.values()))
     if rest or not left:
         terms = " * ".join(f"{axis}={size}" for axis, size in fixed.items() if size > 1)

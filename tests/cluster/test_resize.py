@@ -9,7 +9,7 @@ import time
 import pytest
 
 from nbdist import World
-from nbdist.errors import NbdistError, RemoteCellError, StartError
+from nbdist.errors import NbdistError, RankLostError, RemoteCellError, StartError
 
 SETUP = """
 import torch, torch.distributed as dist
@@ -136,3 +136,79 @@ def test_the_living_ranks_close_ranks_after_a_death(elastic):
     with pytest.raises(RemoteCellError, match="build a new Trainer"):
         elastic.run("go_on(kept, 2)")
     assert elastic.heal() == []
+
+
+DYING = """
+import os, signal
+def build_dying(victims, step=7, mesh=None, **options):
+    dies = rank in victims
+    def loss_fn(logits, targets):
+        if dies and holder[0].step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return next_token_loss(logits, targets)
+    settings = {"num_steps": 12, "loss_fn": loss_fn, "max_failures": 99, **options}
+    trainer = build(mesh, **settings)
+    holder = [trainer]
+    return trainer
+"""
+
+
+def losses(text):
+    return [float(number) for number in text.strip("[]").split(",")]
+
+
+def test_a_run_goes_on_without_the_rank_that_died(elastic):
+    world = elastic
+    world.resize(3)
+    world.run(SETUP + DYING)
+    expected = last(world.run("print(build(num_steps=12).fit().losses)"))[0]
+    world.run("mine = rank; trainer = build_dying([1], on_failure='shrink')")
+
+    # In a loop: nobody has to begin in its middle.
+    result = world.run(
+        "for _ in range(1):\n    found = trainer.fit().losses\n"
+        "print(trainer.step, rank, world_size, mine)\nprint(found)"
+    )
+
+    assert {rank: text.splitlines()[-2] for rank, text in result.text.items() if text} == {
+        0: "12 0 2 0", 2: "12 1 2 2",
+    }  # fmt: skip
+    assert losses(result.text[0].splitlines()[-1]) == pytest.approx(losses(expected), rel=1e-4)
+    (incident,) = world.incidents
+    assert (incident.outcome, incident.num_ranks, incident.step) == ("shrunk", 2, 7)
+    assert incident.source == "memory of peers"
+    assert world.num_ranks == 2
+    assert [info.rank for info in world.infos] == [0, 1]
+    assert world.lost_ranks == frozenset()
+    assert last(world.run("print(rank, mine)")) == {0: "0 0", 1: "1 2"}
+    assert set(last(world.run(SUM)).values()) == {"3 2"}
+
+
+def test_a_rank_that_cannot_be_replaced_is_left_out(elastic, monkeypatch):
+    def fail(*_args):
+        raise StartError("no process", stage="heal")
+
+    elastic.run("trainer = build_dying([0], on_failure='heal')")
+    monkeypatch.setattr("nbdist.cluster.healing.start_processes", fail)
+    result = elastic.run("print(trainer.fit().losses[-1], trainer.step, rank, world_size)")
+
+    assert result.text[1].splitlines()[-1].split()[1:] == ["12", "0", "1"]
+    assert elastic.incidents[-1].outcome == "shrunk"
+    assert elastic.num_ranks == 1
+    monkeypatch.undo()
+    elastic.resize(2)
+    elastic.run("trainer = build(num_steps=2); trainer.fit()")
+
+
+def test_too_few_ranks_end_the_cell(elastic):
+    elastic.run(SETUP + DYING)
+    elastic.run("trainer = build_dying([1], on_failure='shrink', min_ranks=2)")
+
+    with pytest.raises(RankLostError, match="killed by SIGKILL"):
+        elastic.run("trainer.fit()")
+
+    assert "1 ranks are left, but the run needs at least min_ranks=2" in (
+        elastic.incidents[-1].outcome
+    )
+    assert elastic.num_ranks == 2
+    assert elastic.heal() == [1]

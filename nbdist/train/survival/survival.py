@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from nbdist.errors import CheckpointError, NbdistError
 from nbdist.ports import Policy, SurvivalPort, current_port
+from nbdist.train.mesh import num_fixed
 from nbdist.train.survival.mirror import Mirror
 from nbdist.train.survival.packing import NAMESPACE
 from nbdist.train.survival.recipe import (
@@ -89,6 +90,8 @@ class Survival:
         _check_can_build(self._trainer, self.data, self._port)
         policy = Policy(
             on_failure=config.on_failure,
+            min_ranks=config.min_ranks,
+            multiple_of=num_fixed(self._trainer.mesh),
             max_failures=config.max_failures,
             per_hours=config.per_hours,
         )
@@ -125,7 +128,7 @@ class Survival:
             self._mirror.take(trainer.step, trainer.notes())
 
     def recover(self, error: BaseException) -> None:
-        """Go on after a failure, with new ranks in the place of dead ones.
+        """Go on after a failure, with new ranks in the place of dead ones, or without these.
 
         Collective over: all ranks of the group that follows.
 

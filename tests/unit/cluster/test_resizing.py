@@ -2,7 +2,7 @@
 
 import pytest
 
-from nbdist.cluster.resizing import Places, plan_places
+from nbdist.cluster.places import Places, plan_places
 
 
 @pytest.mark.parametrize(

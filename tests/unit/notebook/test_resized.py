@@ -3,7 +3,8 @@
 import pytest
 from IPython.core.error import UsageError
 
-from nbdist.cluster.resizing import Places, Resized
+from nbdist.cluster.places import Places
+from nbdist.cluster.resizing import Resized
 from nbdist.notebook.arguments import line_parser, parse
 from nbdist.notebook.resized import summary
 
