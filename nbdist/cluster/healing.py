@@ -180,8 +180,9 @@ def check_idle(link: WorldLink, num_ranks: int, but: Sequence[int]) -> None:
     busy = [r for r in staying if r not in answers or answers[r].running_cell]
     if busy:
         raise RankBusyError(
-            "ranks were to be replaced, which needs the others to join a new process group, but "
-            f"rank {', '.join(map(str, busy))} runs a cell; wait, or `%distributed interrupt`"
+            "ranks were to be replaced, or their number to change, for which the others join a new "
+            f"process group, but rank {', '.join(map(str, busy))} runs a cell; wait, or "
+            "`%distributed interrupt`"
         )
 
 

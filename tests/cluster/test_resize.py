@@ -10,6 +10,7 @@ import pytest
 
 from nbdist import World
 from nbdist.errors import NbdistError, RankLostError, RemoteCellError, StartError
+from nbdist.notebook.resized import resize
 
 SETUP = """
 import torch, torch.distributed as dist
@@ -81,7 +82,17 @@ def test_a_run_goes_on_with_more_and_with_fewer_ranks(elastic):
     numbers = [[float(x) for x in text.strip("[]").split(",")] for text in (losses, expected)]
     assert len(numbers[0]) == 12
     assert numbers[0] == pytest.approx(numbers[1], rel=1e-4)
-    world.resize(2)
+
+
+def test_the_command_says_what_it_has_done(elastic, capsys):
+    resize(object(), elastic, 2)
+    told = capsys.readouterr().out
+    resize(object(), elastic, 2)
+
+    assert "2 ranks, process group" in told
+    assert "1 ranks made 2" in told
+    assert "`trainer` is on the new mesh, its state from memory of peers" in told
+    assert "has 2 ranks; nothing was done" in capsys.readouterr().out
 
 
 def test_a_size_that_a_mesh_cannot_have_is_refused_before_anything(elastic):
@@ -210,5 +221,4 @@ def test_too_few_ranks_end_the_cell(elastic):
     assert "1 ranks are left, but the run needs at least min_ranks=2" in (
         elastic.incidents[-1].outcome
     )
-    assert elastic.num_ranks == 2
-    assert elastic.heal() == [1]
+    assert (elastic.num_ranks, elastic.lost_ranks) == (2, {1})
