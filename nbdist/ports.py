@@ -30,12 +30,16 @@ class Policy:
     """What is done when a rank dies in `fit`.
 
     Attributes:
-        on_failure: "heal" puts a new process in its place.
+        on_failure: "heal" puts a new process in its place, "shrink" goes on without.
+        min_ranks: fewest ranks to go on with; a multiple of `multiple_of` as well.
+        multiple_of: ranks that the axes need which cannot change.
         max_failures: failures within `per_hours` that are answered so; the next one ends the cell.
         per_hours: length of that time.
     """
 
     on_failure: str
+    min_ranks: int
+    multiple_of: int
     max_failures: int
     per_hours: float
 
@@ -62,15 +66,18 @@ class SurvivalPort(Protocol):
         ...
 
     def wait_for_group(self, error: BaseException) -> None:
-        """Return when the default group has been made anew with all ranks; raise `error` if not."""
+        """Return when the default group has been made anew; raise `error` when it will not be.
+
+        Dead ranks have been replaced in it, or it is smaller.
+        """
         ...
 
     def pack_names(self, known: dict[str, Any]) -> PackedNames:
         """Return the user's names for a new rank; objects of `known` stand by their name there."""
         ...
 
-    def unpack_names(self, packed: PackedNames, known: dict[str, Any]) -> None:
-        """Set the names that `pack_names` of another rank returned."""
+    def unpack_names(self, packed: PackedNames, known: dict[str, Any]) -> tuple[str, ...]:
+        """Set the names that `pack_names` of another rank returned; return those that failed."""
         ...
 
     def rebind(self, pairs: list[tuple[Any, Any]]) -> None:

@@ -130,6 +130,7 @@ class CellRun:
     def _next(self) -> Message | None:
         if (note := self._recovering.note() or self._look()) is not None:
             return note
+        self._waiting -= self._recovering.gone
         try:
             event = self._events.get(timeout=TICK_SECONDS)
         except queue.Empty:
@@ -186,8 +187,8 @@ class CellRun:
         now = time.monotonic()
         if self._recovering.is_busy:
             return None
-        if self._recovering.failure is not None and not self._ladder.is_climbing:
-            for rank in self._recovering.lost_ranks:
+        if self._recovering.failure is not None:
+            for rank in self._waiting & set(self._recovering.lost_ranks):
                 self._waiting.discard(rank)
                 self._endings[rank] = lost_event(rank, self._request.cell_id)
                 self._take_end("lost", now)
@@ -247,7 +248,8 @@ class CellRun:
                 f"the cell ran longer than --timeout {self._timeout:g} seconds and was stopped; "
                 "variables are kept; give it more time, or none (no --timeout)"
             )
-        if silent := sorted(set(self._request.ranks) - set(self._endings)):
+        heard = set(self._endings) | self._recovering.gone
+        if silent := sorted(set(self._request.ranks) - heard):
             raise RankBusyError(
                 f"rank {', '.join(map(str, silent))} did not stop within "
                 f"{GIVE_UP_SECONDS:g} s of being interrupted: it is inside code that cannot be "

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from nbdist.cluster.incidents import Incident, read_incidents
 from nbdist.cluster.launch import Processes
 from nbdist.cluster.link import WorldLink
 from nbdist.cluster.objects import Objects
+from nbdist.cluster.places import plan_places
 from nbdist.cluster.replacing import start_processes
 from nbdist.cluster.source import check_ranks
 from nbdist.cluster.spares import ready_spares
@@ -104,10 +105,10 @@ class Healing:
         self._check_alive(())
         started = time.monotonic()
         with self._lock:
-            _check_idle(self._link, self.record.num_ranks, ranks)
+            check_idle(self._link, self.record.num_ranks, ranks)
             lost = sorted(self._link.lost_ranks)
             deaths = tell_deaths(Path(self.record.directory), self.infos, lost)
-            _end_ranks(self._link, self.infos, ranks)
+            end_ranks(self._link, self.infos, ranks)
             lost = sorted(self._link.lost_ranks)
             if not lost:
                 return []
@@ -138,43 +139,54 @@ class Healing:
         processes = self._processes or Processes.of(self.record)
         start_processes(processes, self._link, self.infos, ranks, tell)
 
-    def regroup(self) -> int:
-        """Have all ranks join the next generation while a cell runs; see `Replacing`."""
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """End what has come up for ranks; see `Replacing`."""
+        end_ranks(self._link, (), ranks)
+        for rank in ranks:
+            self._link.give_up(rank)
+
+    def regroup(self, gone: Collection[int]) -> int:
+        """Have all ranks but these join the next generation while a cell runs; see `Replacing`."""
         self._group_broken = True
-        self._remake_group()
+        ranks = [rank for rank in range(self.record.num_ranks) if rank not in gone]
+        moves = plan_places(ranks, len(ranks)).moves
+        self._remake_group(sorted(ranks, key=lambda rank: moves.get(rank, rank)))
         (self._processes or Processes.of(self.record)).start_spares()
         return self._generation
 
     def _check_alive(self, ranks: Sequence[int]) -> None:
         raise NotImplementedError
 
-    def _remake_group(self) -> None:
-        """Have all ranks join the generation after the last that any of them knows."""
+    def _remake_group(self, ranks: Sequence[int] | None = None) -> None:
+        """Have ranks, None for all, join the generation after the last that any of them knows."""
         query = StatusQuery(query_id=uuid.uuid4().hex)
-        ranks = range(self.record.num_ranks)
+        ranks = range(self.record.num_ranks) if ranks is None else ranks
         answers = starting.ask(self._link, query, ranks, timeout_seconds=2.0)
         known = [info.generation for info in answers.values()]
         # Ranks that are gone may have been in a later one, whose store is not used again.
         stores = Path(self.record.directory).glob("store.*")
         known += [int(store.suffix.removeprefix(".")) for store in stores]
         self._generation = max(self._generation, *known) + 1
-        self.infos = starting.join_group(self._link, self.record, self._generation)
+        joined = starting.join_group(self._link, self.record, self._generation, ranks)
+        infos = {info.rank: info for info in [*self.infos, *joined]}
+        self.infos = [infos[rank] for rank in sorted(infos)]
         self._group_broken = False
 
 
-def _check_idle(link: WorldLink, num_ranks: int, but: Sequence[int]) -> None:
+def check_idle(link: WorldLink, num_ranks: int, but: Sequence[int]) -> None:
     """Raise RankBusyError when a rank that stays cannot join a new group now."""
     staying = sorted(set(range(num_ranks)) - link.lost_ranks - set(but))
     answers = starting.ask(link, StatusQuery(query_id=uuid.uuid4().hex), staying, 2.0)
     busy = [r for r in staying if r not in answers or answers[r].running_cell]
     if busy:
         raise RankBusyError(
-            "ranks were to be replaced, which needs the others to join a new process group, but "
-            f"rank {', '.join(map(str, busy))} runs a cell; wait, or `%distributed interrupt`"
+            "ranks were to be replaced, or their number to change, for which the others join a new "
+            f"process group, but rank {', '.join(map(str, busy))} runs a cell; wait, or "
+            "`%distributed interrupt`"
         )
 
 
-def _end_ranks(link: WorldLink, infos: Sequence[RankInfo], ranks: Sequence[int]) -> None:
+def end_ranks(link: WorldLink, infos: Sequence[RankInfo], ranks: Sequence[int]) -> None:
     """End the processes of ranks, whatever they run, and wait until they are gone."""
     going = set(ranks) - link.lost_ranks
     for rank in going:

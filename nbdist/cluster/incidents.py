@@ -19,7 +19,8 @@ class Incident:
     Attributes:
         at: wall-clock time at which the client knew of it, in seconds since 1970.
         deaths: how they ended, in words, by rank.
-        outcome: "healed", or why the cell could not go on, in words.
+        outcome: "healed", "shrunk" (it goes on without these ranks), or why it could not go on, in
+            words.
         freed_seconds: from then until the ranks that live had left what they waited in.
         replaced_seconds: until the new processes took cells.
         group_seconds: until the new process group was verified.
@@ -28,6 +29,7 @@ class Incident:
         steps_lost: steps done again.
         source: where the state of the new ranks came from, in words.
         missing: the user's names that could not be given to the new ranks.
+        num_ranks: ranks of the cell from then on.
     """
 
     at: float
@@ -41,20 +43,27 @@ class Incident:
     steps_lost: int = 0
     source: str = ""
     missing: tuple[str, ...] = ()
+    num_ranks: int = 0
 
     @property
     def is_healed(self) -> bool:
-        """Whether the cell went on."""
+        """Whether the ranks were replaced."""
         return self.outcome == "healed"
+
+    @property
+    def is_survived(self) -> bool:
+        """Whether the cell went on."""
+        return self.outcome in ("healed", "shrunk")
 
     def in_words(self) -> str:
         """Return the incident as sentences."""
         who = "; ".join(f"rank {rank}: {how}" for rank, how in self.deaths.items())
-        if not self.is_healed:
+        if not self.is_survived:
             return f"{who}; {self.outcome}"
         lost = f"{self.steps_lost} step{'s' * (self.steps_lost != 1)} done again"
+        what = "replaced, all" if self.is_healed else f"left out, {self.num_ranks} ranks"
         text = (
-            f"{who}; replaced, all go on after step {self.step} ({lost}), {self.seconds:.1f} s "
+            f"{who}; {what} go on after step {self.step} ({lost}), {self.seconds:.1f} s "
             f"after it was noticed; state from {self.source}"
         )
         if self.missing:

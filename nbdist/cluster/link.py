@@ -76,6 +76,29 @@ class WorldLink:
         self._call(drop)
         done.wait()
 
+    def relabel(self, moves: dict[int, int], num_ranks: int) -> None:
+        """Call ranks by other numbers, all at once; what was posted before is sent before.
+
+        Args:
+            moves: `{old: new}`; a new number is that of no living rank.
+            num_ranks: ranks with other numbers from here on are forgotten.
+        """
+        done = threading.Event()
+
+        def move() -> None:
+            for held in (self._sockets, self._monitors):
+                moved = {new: held.pop(old) for old, new in moves.items() if old in held}
+                held.update(moved)
+            for rank in [rank for rank in self._sockets if rank >= num_ranks]:
+                self._drop(rank)
+            self._lost = {rank for rank in self._lost if rank < num_ranks} - set(moves.values())
+            for old in moves:
+                self._tell_lost(old)  # nobody who knows a rank by its old number reaches it
+            done.set()
+
+        self._call(move)
+        done.wait()
+
     def post(self, rank: int, message: Message) -> None:
         """Send a message to a rank; never blocks."""
         if rank in self._lost or self._closing:
@@ -184,6 +207,9 @@ class WorldLink:
         self._drop(rank)
         for topic, handler in list(self._topics.items()):
             handler(rank, lost_event(rank, topic))
+        self._tell_lost(rank)
+
+    def _tell_lost(self, rank: int) -> None:
         for handler in tuple(self._kinds.get(Unhandled, ())):
             handler(rank, Unhandled(rank=rank, unhandled="lost"))
 

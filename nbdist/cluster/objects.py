@@ -40,10 +40,10 @@ class Objects:
         self._pushed: dict[int, dict[str, Any]] = {}
 
     def apply(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], ranks: Sequence[int]
+        self, fn: Callable[..., Any], args: tuple[Any, ...], ranks: Sequence[int], **named: Any
     ) -> list[Any]:
         """Call a function on ranks; results in rank order."""
-        return self._results(self._view(ranks).apply_async(fn, *args), ranks)
+        return self._results(self._view(ranks).apply_async(fn, *args, **named), ranks)
 
     def push(self, values: dict[str, Any], ranks: Sequence[int]) -> None:
         """Set names on ranks; large tensors and arrays go through one file.
@@ -58,6 +58,19 @@ class Objects:
                 self.apply(bulk.set_names, (stream, path), ranks)
         for rank in ranks:
             self._pushed.setdefault(rank, {}).update(values)
+
+    def relabel(self, moves: dict[int, int], ranks: Sequence[int], new: Sequence[int]) -> None:
+        """Know ranks by other numbers; new ones have the names of the first that is not.
+
+        Args:
+            moves: `{old: new}`.
+            ranks: all there are now.
+            new: those whose process is new.
+        """
+        pushed = {moves.get(rank, rank): names for rank, names in self._pushed.items()}
+        first = next((rank for rank in ranks if rank not in new), -1)
+        pushed |= {rank: dict(pushed.get(first, {})) for rank in new}
+        self._pushed = {rank: names for rank, names in pushed.items() if rank in ranks}
 
     def push_again(self, rank: int) -> list[str]:
         """Set on a new process of a rank what was pushed to the old one; return the names."""

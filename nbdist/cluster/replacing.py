@@ -45,7 +45,8 @@ def start_processes(
         lost = [rank for rank in lost if rank not in taken]
     if not lost:
         return
-    gone = {rank: _rank(directory, rank).pid if rank in absent else -1 for rank in lost}
+    before = {rank: read_rank(directory, rank) for rank in absent}
+    gone = dict.fromkeys(lost, -1) | {rank: file.pid for rank, file in before.items() if file}
     tell(f"starting a process for rank {', '.join(map(str, absent or lost))}")
     launchers = processes.start_again(absent) if absent else []
     deadline = time.monotonic() + START_SECONDS
@@ -66,6 +67,8 @@ def start_processes(
 
 def _is_replaced(directory: Path, before: RankInfo) -> bool:
     """Return whether another client has started a process for this rank."""
+    if before.pid < 0:  # no process yet
+        return False
     now = _rank(directory, before.rank)
     # Its supervisor looks at the rank's file before it reports: only then is there a new one.
     read_death(directory, before.pid)
@@ -85,7 +88,7 @@ def _connect(
     waiting = set(gone)
     while waiting:
         for rank in sorted(waiting):
-            if (file := _rank(directory, rank)).pid != gone[rank]:
+            if (file := read_rank(directory, rank)) is not None and file.pid != gone[rank]:
                 link.connect(rank, file.endpoint)
                 waiting.discard(rank)
         if waiting:

@@ -77,7 +77,9 @@ def take_places(
                 break
             taken[rank] = spare
             link.connect(rank, spare.endpoint)
-            link.post(rank, TakePlace(rank=rank, local_rank=local_rank))
+            link.post(
+                rank, TakePlace(rank=rank, local_rank=local_rank, world_size=record.num_ranks)
+            )
         starting.wait_until_registered(link, list(taken), check)
     except BaseException as error:
         # Failed or stopped: a half-made rank must never come up behind the next heal's.

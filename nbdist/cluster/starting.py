@@ -69,15 +69,16 @@ def start(config: WorldConfig, tell: Callable[[str], None]) -> Started:
     return Started(processes=processes, link=link, infos=infos)
 
 
-def join_group(link: WorldLink, record: WorldRecord, generation: int) -> list[RankInfo]:
-    """Have all ranks join a generation of the group and verify it.
+def join_group(
+    link: WorldLink, record: WorldRecord, generation: int, ranks: Sequence[int]
+) -> list[RankInfo]:
+    """Have ranks join a generation of the group, in this order, and verify it.
 
     Raises:
         StartError: a rank could not join; the text gives its reason.
         RankLostError: a rank died meanwhile.
     """
-    ranks = list(range(record.num_ranks))
-    answers = ask(link, _join_request(record, generation), ranks, 60.0)
+    answers = ask(link, _join_request(record, generation, ranks), ranks, 60.0)
     if missing := sorted(set(ranks) - set(answers)):
         raise RankLostError(
             f"generation {generation} of the process group was not made: rank {missing[0]} did "
@@ -163,12 +164,13 @@ def _take(event: Message, answers: dict[int, RankInfo], waiting: set[int]) -> No
         )
 
 
-def _join_request(record: WorldRecord, generation: int) -> JoinGroup:
+def _join_request(record: WorldRecord, generation: int, ranks: Sequence[int]) -> JoinGroup:
     return JoinGroup(
         query_id=uuid.uuid4().hex,
         generation=generation,
         store=str(Path(record.directory) / "store"),
         timeout_seconds=record.settings["collective_timeout_seconds"],
+        ranks=tuple(ranks),
     )
 
 
@@ -201,7 +203,7 @@ def _first_group(
 
     wait_until_registered(link, ranks, check)
     tell("making and verifying the process group")
-    request = _join_request(processes.record, 0)
+    request = _join_request(processes.record, 0, ranks)
     answers = ask(link, request, ranks, max(1.0, deadline - time.monotonic()))
     if missing := sorted(set(ranks) - set(answers)):
         processes.check("process group")

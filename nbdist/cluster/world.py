@@ -15,11 +15,11 @@ from nbdist.cluster.asking import OnInput, answering
 from nbdist.cluster.cell import CellRun
 from nbdist.cluster.config import WorldConfig
 from nbdist.cluster.death import lost_error
-from nbdist.cluster.healing import Healing
 from nbdist.cluster.launch import Processes, end_world
 from nbdist.cluster.link import WorldLink
 from nbdist.cluster.names_table import NamesTable
 from nbdist.cluster.recovering import Recovering
+from nbdist.cluster.resizing import Resizing
 from nbdist.cluster.result import CellResult
 from nbdist.cluster.source import check_ranks, check_source
 from nbdist.cluster.watch import Watch
@@ -38,7 +38,7 @@ from nbdist.runfiles import WorldRecord, find_world
 __all__ = ["World"]
 
 
-class World(Healing):
+class World(Resizing):
     """Ranks that keep their variables between calls. Use as a context manager in scripts.
 
     Made by `World.start` or `World.attach`. Every method may be called from the client only;
@@ -184,12 +184,15 @@ class World(Healing):
             run = CellRun(self._link, request, timeout_seconds, watch, recovering)
             self._run = run
             try:
-                run.start()
-                yield from run.events()
+                try:
+                    run.start()
+                    yield from run.events()
+                finally:
+                    self._run = None
+                    self._group_broken = self._group_broken or run.group_aborted
+                run.raise_for_failure(self._lost_error)
             finally:
-                self._run = None
-                self._group_broken = self._group_broken or run.group_aborted
-        run.raise_for_failure(self._lost_error)
+                self.leave_out(recovering.gone)
 
     def interrupt(self) -> None:
         """Stop the cell that runs on the ranks, whoever sent it; returns at once.

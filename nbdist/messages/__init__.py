@@ -1,14 +1,12 @@
 """Every value that crosses a process border (anywhere; standard library only)."""
 
 from nbdist.messages.asking import InputReply, InputRequest
+from nbdist.messages.group import AbortGroup, JoinFailed, JoinGroup, TakePlace
 from nbdist.messages.link import (
     TEXT_LIMIT,
-    AbortGroup,
     CellEvent,
     CellNote,
     Interrupt,
-    JoinFailed,
-    JoinGroup,
     RankDisplay,
     RankDone,
     RankError,
@@ -20,7 +18,6 @@ from nbdist.messages.link import (
     Stage,
     StatusQuery,
     StopDeferred,
-    TakePlace,
     Unhandled,
     Where,
     WhereQuery,

@@ -1,4 +1,4 @@
-"""Messages between a client and its ranks: place, group, cells (anywhere; stdlib only)."""
+"""Messages between a client and its ranks: who they are, and cells (anywhere; stdlib only)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ __all__ = [
     "StatusQuery",
     "RankInfo",
     "Stage",
-    "JoinGroup",
-    "JoinFailed",
-    "AbortGroup",
-    "TakePlace",
     "Shutdown",
     "RunCell",
     "Interrupt",
@@ -75,52 +71,6 @@ class Stage(Message):
     rank: int
     text: str
     failed: bool = False
-
-
-@message("join_group")
-class JoinGroup(Message):
-    """Client to rank: leave the process group you are in and join this generation of it.
-
-    Answered by `RankInfo` once a collective of the new group has been verified, or `JoinFailed`.
-
-    Attributes:
-        store: path of the file that the group's rendezvous store lives in.
-    """
-
-    query_id: str
-    generation: int
-    store: str
-    timeout_seconds: float
-
-
-@message("join_failed")
-class JoinFailed(Message):
-    """Rank to client: the rank is in no process group; `reason` says why."""
-
-    rank: int
-    query_id: str
-    generation: int
-    reason: str
-
-
-@message("abort_group")
-class AbortGroup(Message):
-    """Client to rank: free whatever waits in a collective of this generation, and no later one.
-
-    Attributes:
-        heals: a rank has died and is being replaced; a cell that survives that is to wait.
-    """
-
-    generation: int
-    heals: bool = False
-
-
-@message("take_place")
-class TakePlace(Message):
-    """Client to a spare process: be this rank from now on; said once, before anything else."""
-
-    rank: int
-    local_rank: int
 
 
 @message("shutdown")

@@ -13,13 +13,17 @@ class CanRecover(CellEvent):
     """Rank to client: from now on the cell survives the death of a rank, or no longer.
 
     Attributes:
-        on_failure: "heal"; empty when the cell no longer survives.
+        on_failure: "heal" or "shrink"; empty when the cell no longer survives.
+        min_ranks: fewest ranks to go on with.
+        multiple_of: what their number must be a multiple of.
         max_failures: how many within `per_hours` are answered so.
         call: where the cell made the call that survives: line and column of its begin and end,
             lines from 1, columns in bytes from 0.
     """
 
     on_failure: str
+    min_ranks: int = 1
+    multiple_of: int = 1
     max_failures: int = 0
     per_hours: float = 1.0
     call: tuple[int, ...] = ()

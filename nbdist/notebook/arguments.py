@@ -20,6 +20,7 @@ COMMANDS = {
     "heal": "start a process for each rank that died; the others keep their variables",
     "restart": "end ranks and start them anew; their variables go",
     "incidents": "list the deaths of ranks in cells that survive them, and what was done",
+    "resize": "start or end ranks until there are N; trainers go on with the ranks there are",
     "interrupt": "stop the cell that runs on the ranks",
     "debug": "open the debugger where a rank's last cell failed",
     "push": "copy names from this notebook to the ranks",
@@ -85,21 +86,11 @@ def line_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     made = {name: commands.add_parser(name, help=text, description=text.capitalize() + ".")
             for name, text in COMMANDS.items()}  # fmt: skip
-    start = made["start"]
-    start.add_argument(
-        "-n", dest="num_ranks", type=int, metavar="N",
-        help="number of ranks; default: one per GPU, else one per two cores, at least 2",
-    )  # fmt: skip
-    start.add_argument("--keep", action="store_true", help="let the world outlive this notebook")
-    start.add_argument("--timeout", type=float, default=120.0, metavar="S", help="default 120")
-    start.add_argument("--mpi", metavar="PATH", help="the mpirun to use")
-    start.add_argument("--threads", type=int, metavar="T", help="threads of each rank")
-    start.add_argument(
-        "--spares", type=int, default=0, metavar="K",
-        help="processes that wait, torch imported, so that heal takes less than a second; "
-        "default 0",
-    )  # fmt: skip
+    _start(made["start"])
     made["attach"].add_argument("world_id", nargs="?", help="needed when several worlds run")
+    made["resize"].add_argument(
+        "-n", dest="num_ranks", type=int, metavar="N", required=True, help="number of ranks"
+    )
     debug = made["debug"]
     debug.add_argument("rank", nargs="?", type=int, help="default: the rank that failed first")
     debug.add_argument("-r", "--rank", dest="option", type=int, metavar="RANK", help="the same")
@@ -116,6 +107,22 @@ def line_parser() -> argparse.ArgumentParser:
     shelf.add_arguments(made["checkpoints"], _Parser)
     made["auto"].add_argument("state", choices=["on", "off"])
     return parser
+
+
+def _start(start: argparse.ArgumentParser) -> None:
+    start.add_argument(
+        "-n", dest="num_ranks", type=int, metavar="N",
+        help="number of ranks; default: one per GPU, else one per two cores, at least 2",
+    )  # fmt: skip
+    start.add_argument("--keep", action="store_true", help="let the world outlive this notebook")
+    start.add_argument("--timeout", type=float, default=120.0, metavar="S", help="default 120")
+    start.add_argument("--mpi", metavar="PATH", help="the mpirun to use")
+    start.add_argument("--threads", type=int, metavar="T", help="threads of each rank")
+    start.add_argument(
+        "--spares", type=int, default=0, metavar="K",
+        help="processes that wait, torch imported, so that heal takes less than a second; "
+        "default 0",
+    )  # fmt: skip
 
 
 def _ranks(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbdist.cluster.healing import Healed
@@ -11,7 +11,7 @@ from nbdist.cluster.incidents import Incident
 from nbdist.cluster.world import World
 from nbdist.notebook.tables import StageDisplay, say
 
-__all__ = ["incident_list", "replace_ranks", "summary"]
+__all__ = ["incident_list", "joined", "replace_ranks", "summary"]
 
 MAX_NAMES = 8
 
@@ -42,7 +42,7 @@ def summary(healed: Healed) -> str:
     ):
         for rank, names in sorted(by_rank.items()):
             if names:
-                lines.append(f"{text} rank {rank}: {_joined(names)}")
+                lines.append(f"{text} rank {rank}: {joined(names)}")
     if healed.gone is None:
         lines.append("all ranks are new: what was not pushed again is gone")
     lines.append("objects that were built over the old process group must be built again")
@@ -62,6 +62,7 @@ def incident_list(incidents: list[Incident]) -> str:
     )
 
 
-def _joined(names: list[str]) -> str:
+def joined(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
     rest = len(names) - MAX_NAMES
     return ", ".join(names[:MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")

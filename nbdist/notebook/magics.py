@@ -25,6 +25,7 @@ from nbdist.notebook.logs import read_log
 from nbdist.notebook.outlet import MAX_CHARS
 from nbdist.notebook.postmortem import SOURCE, choose_rank
 from nbdist.notebook.render import CellView
+from nbdist.notebook.resized import resize
 from nbdist.notebook.session import current_world, set_world
 from nbdist.notebook.shelf import ACTIONS, shelf_cell
 from nbdist.notebook.tables import StageDisplay, say, show, show_status
@@ -173,6 +174,9 @@ class DistributedMagics(Magics):
 
     def _incidents(self, _arguments: argparse.Namespace) -> None:
         say(incident_list(current_world().incidents))
+
+    def _resize(self, arguments: argparse.Namespace) -> None:
+        resize(self._ip, current_world(), arguments.num_ranks)
 
     def _interrupt(self, _arguments: argparse.Namespace) -> None:
         current_world().interrupt()

@@ -31,7 +31,7 @@ class Asking:
     """
 
     def __init__(self, link: RankLink, output: CellOutput, drain: Callable[[], None]) -> None:
-        self._rank = link.rank
+        self._link = link
         self._output = output
         self._drain = drain
         self._numbers = itertools.count(1)
@@ -89,7 +89,7 @@ class Asking:
         __tracebackhide__ = True
         self.check(what)
         if self._stopped:
-            raise EOFError(f"{what} on rank {self._rank}: the cell is being stopped")
+            raise EOFError(f"{what} on rank {self._link.rank}: the cell is being stopped")
         self._drain()
         number = next(self._numbers)
         answers = self._waiting[number] = queue.SimpleQueue()
@@ -99,7 +99,7 @@ class Asking:
         finally:
             del self._waiting[number]
         if text is None:
-            raise EOFError(f"{what} on rank {self._rank}: the input has ended")
+            raise EOFError(f"{what} on rank {self._link.rank}: the input has ended")
         return text
 
     def check(self, what: str) -> None:
@@ -114,7 +114,7 @@ class Asking:
         else:
             return
         raise StdinNotImplementedError(
-            f"{what} was called on rank {self._rank}, {reason}: nobody can type an answer; "
+            f"{what} was called on rank {self._link.rank}, {reason}: nobody can type an answer; "
             "set the value as a variable before (`%distributed push`), or in a script pass "
             "`on_input=` to `World.run`"
         )

@@ -23,37 +23,13 @@ import torch
 
 from nbdist.errors import CollectiveMismatchError, StaleGroupError
 from nbdist.rank.calls import ANY, Call, CallLog, pack_head
+from nbdist.rank.seen import OPS, REDUCTIONS, Seen
 
-__all__ = ["Checker", "Seen", "Wait", "OPS", "REDUCTIONS"]
+__all__ = ["Checker", "Wait"]
 
-OPS = (
-    "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather",
-    "scatter", "barrier", "monitored_barrier", "all_reduce_coalesced", "all_gather_coalesced",
-    "reduce_scatter_coalesced", "send", "recv", "isend", "irecv", "batch_isend_irecv",
-)  # fmt: skip
-REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 _OP_INDEX = {name: index for index, name in enumerate(OPS)}
 _ROOT_NAMES = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
 _MAX_PENDING = 32
-
-
-class Seen(NamedTuple):
-    """What a collective was called with.
-
-    Attributes:
-        group: the process group.
-        tensor: the one that stands for the call, or None.
-        numel: elements that every rank must give, or ANY.
-        peer_to_peer: only two ranks take part; nothing is compared.
-    """
-
-    op: str
-    group: Any
-    tensor: Any = None
-    numel: int = ANY
-    reduction: int = ANY
-    root: int = ANY
-    peer_to_peer: bool = False
 
 
 @dataclass(slots=True)
@@ -121,6 +97,14 @@ class Checker:
                   if isinstance(v, torch.dtype)}  # fmt: skip
         self._dtype_names = ("", *sorted(dtypes))
         self._dtypes = {dtypes[n]: i for i, n in enumerate(self._dtype_names) if n}
+
+    def follow(self, rank: int) -> None:
+        """Be another rank from the next generation on: its log is that of this rank."""
+        if rank == self.rank:
+            return
+        with self._lock:
+            self.rank = rank
+            self._log = CallLog(self._ranks_directory / f"{rank}.calls", writable=True)
 
     def enter(self, seen: Seen) -> Wait | None:
         """Log a call and compare it; None when it is of no group that is watched.

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import distributed_c10d as c10d
 
 from nbdist.rank.calls import ANY
-from nbdist.rank.checker import REDUCTIONS, Seen
+from nbdist.rank.seen import REDUCTIONS, Seen
 
 __all__ = ["PLAIN", "FUNCTIONAL", "Reader"]
 

@@ -7,12 +7,14 @@ torch is imported in a thread while MPI starts and the engine registers with its
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
 import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +29,11 @@ from nbdist.messages import (
     Shutdown,
     Stage,
     StatusQuery,
+    TakePlace,
 )
 from nbdist.rank.binding import Device, Place, bind_device, read_place, take_place
 from nbdist.rank.link import RankLink
+from nbdist.rank.log import log_path
 from nbdist.runfiles import write_json
 
 if TYPE_CHECKING:
@@ -57,6 +61,8 @@ class _Membership:
 
     device: Device
     group: Group
+    follow: Callable[[int], None]
+    """Is told of another number of this rank in the group."""
 
 
 class Rank:
@@ -129,10 +135,23 @@ class Rank:
                 self._membership.group.abort(message.generation)
 
         install_survival_port(survivor)
+        self.link.on_message(TakePlace, self._take_place)
         self.link.on_message(JoinGroup, join_soon)
         self.link.on_message(AbortGroup, abort)
         self._session = _Session(engine_id, executor, namespace)
         self.stage("registered")
+
+    def _take_place(self, message: Message) -> None:
+        """Be called by another number from now on (control thread); the group is another thing."""
+        assert isinstance(message, TakePlace), message
+        assert self._session is not None, "is asked once it takes cells"
+        self.place = take_place(message.rank, message.local_rank, message.world_size)
+        self.link.rank = message.rank
+        self._session.executor.output.move_log(log_path(self.directory, message.rank))
+        if self._membership is not None and self._membership.group.world_size:
+            group = self._membership.group
+            group.ranks = tuple(range(group.world_size))
+        self.announce()
 
     def stage(self, text: str, *, failed: bool = False) -> None:
         """Tell the client what this rank is doing."""
@@ -150,8 +169,9 @@ class Rank:
         assert self.place is not None, "takes cells once it has a place"
         try:
             member = self._membership = self._membership or self._first_join()
+            self._renumber(member, message.ranks)
             member.group.join(message.generation, message.store, message.timeout_seconds)
-            self._session.namespace.set_mesh(member.device.name, self.place.world_size)
+            self._session.namespace.set_mesh(member.device.name, len(message.ranks))
         except Exception as error:
             log.exception("rank %d cannot join generation %d", self.place.rank, message.generation)
             self.link.emit(
@@ -174,11 +194,22 @@ class Rank:
         from nbdist.rank.whereabouts import watch_collectives
 
         device = bind_device(self.place.local_rank)
-        group = Group(self.place.rank, self.place.world_size, device.name)
-        watch_collectives(self.directory, self.link, group, self._session.executor)
-        self._session.namespace.set_place(self.place, device.name)
+        group = Group(device.name)
+        follow = watch_collectives(self.directory, self.link, group, self._session.executor)
         forget_loaded()
-        return _Membership(device, group)
+        return _Membership(device, group, follow)
+
+    def _renumber(self, member: _Membership, ranks: tuple[int, ...]) -> None:
+        """Be the rank that the next group makes of this one (main thread)."""
+        assert self._session is not None, "joins once it takes cells"
+        assert self.place is not None, "takes cells once it has a place"
+        group, before = member.group, (member.group.rank, member.group.world_size)
+        group.place(self.place.rank, ranks)
+        if before == (group.rank, group.world_size):
+            return
+        number = dataclasses.replace(self.place, rank=group.rank, world_size=group.world_size)
+        self._session.namespace.set_place(number, member.device.name)
+        member.follow(group.rank)
 
     def _tell_status(self, message: Message) -> None:
         assert isinstance(message, StatusQuery | JoinGroup), message

@@ -15,6 +15,7 @@ import gc
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -51,6 +52,21 @@ def _sockets(epoll: int) -> Iterator[socket.socket]:
                     listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                     if sock.family in (socket.AF_INET, socket.AF_INET6) and not listens:
                         yield sock
+
+
+def _forget_meshes() -> None:
+    """Clear DTensor's caches: they answer with meshes of earlier groups.
+
+    Such a mesh equals the new one of that shape, but has this rank's old place and dead groups.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
 
 
 class GroupLedger:
@@ -101,14 +117,16 @@ class Group:
     """The default process group of this rank, generation by generation.
 
     Args:
-        rank: this rank.
-        world_size: number of ranks.
         device: `cpu` or `cuda:N`.
+
+    Attributes:
+        rank: this rank's number in it.
+        ranks: what its ranks are called by clients, in order; see `JoinGroup`.
     """
 
-    def __init__(self, rank: int, world_size: int, device: str) -> None:
-        self.rank = rank
-        self.world_size = world_size
+    def __init__(self, device: str) -> None:
+        self.rank = -1
+        self.ranks: tuple[int, ...] = ()
         self.device = device
         self.generation = -1
         self._ledger = GroupLedger()
@@ -119,10 +137,19 @@ class Group:
         """The backend string: gloo for host tensors, NCCL for device tensors."""
         return "cpu:gloo,cuda:nccl" if self.device.startswith("cuda") else "gloo"
 
+    @property
+    def world_size(self) -> int:
+        """Number of its ranks."""
+        return len(self.ranks)
+
+    def place(self, rank: int, ranks: tuple[int, ...]) -> None:
+        """Set who its ranks are called, and which of them this one is."""
+        self.rank, self.ranks = ranks.index(rank), ranks
+
     def join(self, generation: int, store_path: str, timeout_seconds: float) -> None:
         """Leave the present generation, join another and verify it by a collective.
 
-        Collective over: all ranks of the world. Runs on the main thread.
+        Collective over: all of its ranks. Runs on the main thread.
 
         Raises:
             RuntimeError: the group was made but its first sum is wrong, or a peer did not come.
@@ -135,6 +162,7 @@ class Group:
             self._ledger.install()
             self._installed = True
         self.leave()
+        _forget_meshes()
         # Each generation has a store of its own: addresses of an earlier one are never read.
         store = FileStore(f"{store_path}.{generation}", self.world_size)
         timeout = timedelta(seconds=timeout_seconds)

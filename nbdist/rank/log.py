@@ -7,9 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["RankLog"]
+__all__ = ["RankLog", "log_path"]
 
 MAX_LOG_CHARS = 256 << 20
+
+
+def log_path(directory: Path, rank: int) -> Path:
+    """Return where a rank of the world in `directory` writes its log."""
+    return directory / "logs" / f"rank-{rank}.log"
 
 
 class RankLog:
@@ -28,6 +33,12 @@ class RankLog:
         self._on_open = on_open
         self._num_chars = 0
         self._open()
+
+    def move(self, path: Path) -> None:
+        """Append to another file from now on."""
+        old, self._path = self._file, path
+        self._open()
+        old.close()
 
     def write(self, text: str) -> None:
         """Append text."""

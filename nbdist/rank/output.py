@@ -59,6 +59,12 @@ class CellOutput:
             self._cell_id, self._seq = cell_id, 0
             self._budget.reset(text_limit)
 
+    def move_log(self, path: Path) -> None:
+        """Keep what comes from now on in another log."""
+        with self._lock:
+            self.flush()
+            self._log.move(path)
+
     def write(self, stream: str, text: str) -> None:
         """Add text of `stdout` or `stderr`."""
         # Called several times a `print`: no lock. What is appended before the flag is read is

@@ -12,6 +12,7 @@ from nbdist.rank.debugger import install_debugger
 from nbdist.rank.display import LinkDisplayHook, LinkDisplayPublisher
 from nbdist.rank.executor import Executor
 from nbdist.rank.link import RankLink
+from nbdist.rank.log import log_path
 from nbdist.rank.output import CellOutput, FdCapture, LinkStream
 from nbdist.rank.terminal import draw_rich_as_text
 from nbdist.serve.ports import install_port
@@ -24,7 +25,7 @@ def open_session(kernel: Any, link: RankLink, directory: Path) -> Executor:
 
     Must be called on the main thread inside the running event loop.
     """
-    output = CellOutput(link, directory / "logs" / f"rank-{link.rank}.log")
+    output = CellOutput(link, log_path(directory, link.rank))
     captures = []
     for name, fd in (("stdout", 1), ("stderr", 2)):
         getattr(sys, name).flush()

@@ -43,14 +43,12 @@ class SpareRank(Rank):
     Args:
         directory: the world's.
         token: what the client calls this spare by.
-        world_size: number of ranks.
         link: to the clients.
     """
 
-    def __init__(self, directory: Path, token: str, world_size: int, link: RankLink) -> None:
+    def __init__(self, directory: Path, token: str, link: RankLink) -> None:
         super().__init__(directory, None, link)
         self._token = token
-        self._world_size = world_size
 
     def host_cells(self, kernel: Any, engine_id: int) -> None:
         """Make ready, say so, and take cells once a client has said which rank this is."""
@@ -60,7 +58,7 @@ class SpareRank(Rank):
 
         def take(message: Message) -> None:
             assert isinstance(message, TakePlace), message
-            self.place = take_place(message.rank, message.local_rank, self._world_size)
+            self.place = take_place(message.rank, message.local_rank, message.world_size)
             self.link.rank = message.rank
             self.announce()
             loop.call_soon_threadsafe(host_as_rank, kernel, engine_id)
@@ -79,10 +77,10 @@ class SpareRank(Rank):
 
 def main() -> None:
     """Run a spare, and the rank that it becomes, until it is told to end."""
-    directory, world_size, token = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[4]
+    directory, token = Path(sys.argv[1]), sys.argv[4]
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
     link = open_link(directory, -1)
-    spare = SpareRank(directory, token, world_size, link)
+    spare = SpareRank(directory, token, link)
     spare.import_torch_soon()
     link.start()
     from nbdist.rank.ipengine import run_engine

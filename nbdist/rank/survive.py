@@ -75,7 +75,7 @@ class Survivor:
     def begin(self, policy: Policy) -> str:
         """See `SurvivalPort`."""
         call, problem = call_site(sys._getframe(1), self._executor.cell_numbers)
-        if problem:
+        if problem and policy.on_failure != "shrink":  # then nobody has to take it up
             return problem
         self._drain()
         self._freed_at = 0.0
@@ -83,6 +83,8 @@ class Survivor:
         self._output.event(
             CanRecover,
             on_failure=policy.on_failure,
+            min_ranks=policy.min_ranks,
+            multiple_of=policy.multiple_of,
             max_failures=policy.max_failures,
             per_hours=policy.per_hours,
             call=call,
@@ -130,7 +132,7 @@ class Survivor:
                 missing.append(name)
         return packed, tuple(missing)
 
-    def unpack_names(self, packed: PackedNames, known: dict[str, Any]) -> None:
+    def unpack_names(self, packed: PackedNames, known: dict[str, Any]) -> tuple[str, ...]:
         """See `SurvivalPort`."""
         from nbdist.train.survival.packing import unpack
 
@@ -145,6 +147,7 @@ class Survivor:
             else:
                 self.namespace[name] = value
         self._missing = tuple(failed)
+        return self._missing
 
     def rebind(self, pairs: list[tuple[Any, Any]]) -> None:
         """See `SurvivalPort`."""

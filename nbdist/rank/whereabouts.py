@@ -26,17 +26,26 @@ if TYPE_CHECKING:
 __all__ = ["Whereabouts", "watch_collectives"]
 
 
-def watch_collectives(directory: Path, link: RankLink, group: Group, executor: Executor) -> None:
-    """Check this rank's collectives and answer where it is, unless that is switched off."""
+def watch_collectives(
+    directory: Path, link: RankLink, group: Group, executor: Executor
+) -> Callable[[int], None]:
+    """Check this rank's collectives and answer where it is, unless that is switched off.
+
+    Returns:
+        What is to be told of each other number that this rank gets in the group.
+    """
     is_checked = os.environ.get("NBDIST_COLLECTIVE_CHECK") != "0"
     watch_ddp(show_calls=is_checked)
     executor.advise = lambda text: hint_for(text, generation=group.generation)
     if not is_checked:
-        return
+        return lambda _rank: None
     checker = Checker(directory, link.rank, group, lambda: executor.cell_numbers)
     install(checker)
     install_wait_clock(checker.waited_seconds)
-    Whereabouts(link, checker, lambda: executor.running_cell, lambda: executor.asking.waits)
+    names = lambda ranks: tuple(group.ranks[rank] for rank in ranks)  # noqa: E731
+    asks = lambda: executor.asking.waits  # noqa: E731
+    Whereabouts(link, checker, lambda: executor.running_cell, asks, names)
+    return checker.follow
 
 
 class Whereabouts:
@@ -47,6 +56,7 @@ class Whereabouts:
         checker: knows the collective that the main thread is in.
         running_cell: returns the id of the cell that runs; empty when idle.
         asks: returns whether that cell waits for the user's input.
+        names: returns what clients call ranks, from their numbers in the group.
     """
 
     def __init__(
@@ -55,11 +65,13 @@ class Whereabouts:
         checker: Checker,
         running_cell: Callable[[], str],
         asks: Callable[[], bool],
+        names: Callable[[tuple[int, ...]], tuple[int, ...]],
     ) -> None:
         self._link = link
         self._checker = checker
         self._running_cell = running_cell
         self._asks = asks
+        self._names = names
         link.on_message(WhereQuery, self._tell)
 
     def _tell(self, message: Message) -> None:
@@ -101,5 +113,5 @@ class Whereabouts:
             "waited_seconds": time.monotonic() - wait.since,
             "group": f"{group.key:x}",
             "number": call.what.number,
-            "group_ranks": () if wait.peer_to_peer else group.ranks,
+            "group_ranks": () if wait.peer_to_peer else self._names(group.ranks),
         }

@@ -55,11 +55,13 @@ class TrainConfig:
         seed: of the random generators; each rank draws its own numbers.
         eval_every: steps between passes over the validation split; None never evaluates.
         checkpoint: where and how often to save; None never saves.
-        on_failure: when a rank dies in `fit`: "heal" puts a new process in its place and goes on;
-            "stop" ends the cell.
-        max_failures: failures within `per_hours` that are healed; the next one ends the cell.
+        on_failure: when a rank dies in `fit`: "heal" puts a new process in its place and goes on,
+            or goes on without where none can be started; "shrink" goes on without at once; "stop"
+            ends the cell.
+        min_ranks: fewest ranks that a run goes on with after that.
+        max_failures: failures within `per_hours` that are survived; the next one ends the cell.
         per_hours: length of that time.
-        mirror_every: with "heal", steps between copies of a rank's state in its neighbour's
+        mirror_every: unless "stop", steps between copies of a rank's state in its neighbour's
             memory: at most so many are done again.
         check_every: steps between comparisons of the state that data-parallel replicas have equal,
             before the step is saved: a flipped bit ends `fit` on all ranks. None never compares.
@@ -84,7 +86,8 @@ class TrainConfig:
     seed: int = 0
     eval_every: int | None = None
     checkpoint: CheckpointConfig | None = None
-    on_failure: Literal["heal", "stop"] = "stop"
+    on_failure: Literal["heal", "shrink", "stop"] = "stop"
+    min_ranks: int = 1
     max_failures: int = 3
     per_hours: float = 1.0
     mirror_every: int = 1
@@ -95,7 +98,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         positive = ("num_steps", "global_batch_size", "accumulation_steps", "mirror_every")
-        for name in (*positive, "straggler_steps", "learning_rate", "clip_norm", "per_hours"):
+        numbers = ("straggler_steps", "learning_rate", "clip_norm", "per_hours", "min_ranks")
+        for name in (*positive, *numbers):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} is not above 0; set {name} > 0")
         for name in ("warmup_steps", "weight_decay", "seed", "max_failures"):
@@ -111,9 +115,10 @@ class TrainConfig:
                 f"autocast_dtype={self.autocast_dtype!r} is none of {', '.join(AUTOCAST)}; set one "
                 "of them by name, or None"
             )
-        if self.on_failure not in ("heal", "stop"):
+        if self.on_failure not in ("heal", "shrink", "stop"):
             raise ValueError(
-                f"on_failure={self.on_failure!r} is not known; set on_failure='heal' or 'stop'"
+                f"on_failure={self.on_failure!r} is not known; set on_failure='heal', 'shrink' or "
+                "'stop'"
             )
         for name, what in (("eval_every", "evaluate"), ("check_every", "compare")):
             every = getattr(self, name)

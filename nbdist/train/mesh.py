@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
+    "DATA_AXES",
     "Axis",
     "MeshConfig",
     "axis_rank",
@@ -25,6 +26,8 @@ __all__ = [
     "data_parallel_mesh",
     "data_parallel_place",
     "degrees_of",
+    "num_fixed",
+    "resized_degrees",
 ]
 
 
@@ -43,6 +46,13 @@ class Axis(StrEnum):
     """Ranks that hold different experts; each sees rows of its own, as on `dp_shard`."""
     TP = "tp"
     """Ranks that hold parts of the same layers (tensor parallel)."""
+
+
+DATA_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.EP)
+"""Ranks that differ on these see different rows."""
+
+_CHANGING = (Axis.DP_REPLICATE, Axis.DP_SHARD)
+"""Their sizes follow the number of ranks while a run goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,13 +166,46 @@ def axis_size(mesh: DeviceMesh, axis: str) -> int:
 
 def axis_rank(mesh: DeviceMesh, axis: str) -> int:
     """Return this rank's place on an axis; 0 when the mesh has no such axis."""
-    return mesh.get_local_rank(axis) if axis in (mesh.mesh_dim_names or ()) else 0
+    names, where = mesh.mesh_dim_names or (), mesh.get_coordinate()
+    # not of the axis's group: that may be gone
+    return where[names.index(axis)] if where and axis in names else 0
 
 
 def degrees_of(mesh: DeviceMesh) -> dict[str, int]:
     """Return the number of ranks of each axis that has more than one."""
     sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
     return {axis: size for axis, size in sizes if size > 1}
+
+
+def num_fixed(mesh: DeviceMesh) -> int:
+    """Return what the number of ranks must be a multiple of, whatever `resized_degrees` changes."""
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+    return math.prod(size for axis, size in sizes if axis not in _CHANGING)
+
+
+def resized_degrees(degrees: dict[str, int], world_size: int) -> dict[str, int]:
+    """Return the degrees of a mesh on another number of ranks.
+
+    The data-parallel axes change: `dp_replicate` if the mesh replicates and whole replicas are
+    left, else `dp_shard`, and then nothing is replicated.
+
+    Raises:
+        ValueError: the other axes do not divide `world_size`; the text is the whole equation.
+    """
+    fixed = {axis: size for axis, size in degrees.items() if axis not in _CHANGING}
+    left, rest = divmod(world_size, math.prod(fixed.values()))
+    if rest or not left:
+        terms = " * ".join(f"{axis}={size}" for axis, size in fixed.items() if size > 1)
+        number = math.prod(fixed.values())
+        raise ValueError(
+            f"mesh degrees do not cover the world: {terms} = {number} cannot change while a run "
+            f"goes on, but world_size={world_size}; ask for a multiple of {number} ranks"
+        )
+    shard = degrees.get(Axis.DP_SHARD, 1)
+    if degrees.get(Axis.DP_REPLICATE, 1) > 1 and left % shard == 0:
+        return degrees | {Axis.DP_REPLICATE: left // shard}
+    single = {Axis.DP_REPLICATE: 1} if Axis.DP_REPLICATE in degrees else {}
+    return degrees | {Axis.DP_SHARD: left} | single
 
 
 def data_parallel_mesh(mesh: DeviceMesh, *, expert: bool = False) -> DeviceMesh | None:
@@ -199,7 +242,7 @@ def _flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
 def data_parallel_place(mesh: DeviceMesh) -> tuple[int, int]:
     """Return this rank's place among the ranks that see different rows, and their number."""
     place, number = 0, 1
-    for axis in (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.EP):
+    for axis in DATA_AXES:
         size = axis_size(mesh, axis)
         place, number = place * size + axis_rank(mesh, axis), number * size
     return place, number

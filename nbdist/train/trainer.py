@@ -94,7 +94,7 @@ class Trainer:
         self.loss_scale = self._forward_backward.scale
         self._parameters = list(self.model.parameters())
         self._group = dist.group.WORLD
-        self._updating = False  # True only while weights and `step` do not belong together
+        self.updating = False  # True only while weights and `step` do not belong together
         self._stop_agreed = self._save_agreed = False
         self._saver = Saver(config.checkpoint)
         self._watch = AnomalyWatch(self.model, enabled=config.detect_anomaly)
@@ -121,7 +121,7 @@ class Trainer:
                 checkpoint.
         """
         self._saver.settle()
-        begin(self, resume, self._group, updating=self._updating)
+        begin(self, resume, self._group, updating=self.updating)
         return self.go_on()
 
     def go_on(self) -> TrainHistory:
@@ -235,11 +235,11 @@ class Trainer:
         rate = self.config.learning_rate_at(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self._updating = True
+        self.updating = True
         if accepted:
             self.optimizer.step()
         self.step += 1
-        self._updating = False
+        self.updating = False
         self.optimizer.zero_grad()
         return rate
 
@@ -293,7 +293,7 @@ class Trainer:
         self.warm_up()
         manifest = checkpoint.load(path, self.model, self.optimizer)
         self.step = manifest.step
-        self._updating = False
+        self.updating = False
         self.loss_scale.restore(manifest.loss_scale)
         self.history = TrainHistory()
         restore_random_states(path, manifest, self.config.seed)

@@ -21,7 +21,7 @@ from nbdist.train import (
     shakespeare,
 )
 from nbdist.train.survival.mirror import Mirror
-from nbdist.train.survival.recovery import Recipe
+from nbdist.train.survival.recipe import Recipe
 from nbdist.train.survival.state import Slot, layout_of, restore
 
 CONFIG = {"vocab_size": 264, "num_layers": 2, "num_heads": 4, "hidden_size": 24,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nbdist.errors import NbdistError
-from nbdist.train.mesh import Axis
+from nbdist.train.mesh import Axis, axis_rank
 from nbdist.train.parallelize import applied_to
 from nbdist.train.survival.state import DATA_AT, Layout, Slot, layout_of
 
@@ -59,8 +59,10 @@ class Mirror:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh
     ) -> None:
         self._model, self._optimizer = model, optimizer
-        self.rank, world_size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        world_size = self.world_size
         self.place = place_of(model, mesh)
+        self._stage = axis_rank(mesh, Axis.PP)
         self._to, self._from = (self.rank + 1) % world_size, (self.rank - 1) % world_size
         self._group = dist.new_group(backend="gloo")
         places: list[tuple[int, ...]] = [()] * world_size
@@ -150,8 +152,18 @@ class Mirror:
         """Return the copy of the neighbour's state after a step."""
         return next(slot for slot in self._kept if slot.step == step)
 
+    def copies(self) -> dict[int, list[Slot]]:
+        """Return the states that this rank holds, its own first, by step. Not collective."""
+        found: dict[int, list[Slot]] = {}
+        for slot in self._own:
+            if slot.step is not None:
+                kept = [one for one in self._kept if one.step == slot.step and one.layout.entries]
+                found[slot.step] = [slot, *kept]
+        return found
+
     def _tell_layout(self, layout: Layout) -> None:
         """Tell the next rank what will come; again after the first step, which makes state."""
+        layout.locate(self._model, self._optimizer, self._stage)
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, layout, group=self._group)
         self._is_settled = all(one.has_optimizer_state for one in everyone)

@@ -5,73 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from nbdist.errors import NbdistError
 from nbdist.train.beginning import newest_for_all
-from nbdist.train.parallelize import applied_to, bare, parallelize
 from nbdist.train.rng import seed_rng
 from nbdist.train.survival.choice import Choice, choose
 from nbdist.train.survival.mirror import Mirror, Offer, place_of
-from nbdist.train.survival.packing import Surroundings
+from nbdist.train.survival.reshard import Copies, reshard
 from nbdist.train.survival.state import DATA_AT, Slot, restore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
+    from collections.abc import Callable
 
     from nbdist.ports import PackedNames
-    from nbdist.train.config import TrainConfig
-    from nbdist.train.data import TrainData
-    from nbdist.train.metrics import StepRecord
-    from nbdist.train.parallelize.skeleton import Skeleton
+    from nbdist.train.survival.recipe import PackedTrainer
     from nbdist.train.trainer import Trainer
 
-_Shared = tuple[Surroundings, bytes, bytes, "PackedNames"]
+_Shared = tuple["PackedTrainer", "PackedNames"]
 
-__all__ = ["Outcome", "Recipe", "go_on", "known_objects", "share"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """What a new rank needs to build what a survivor has, without its state."""
-
-    skeleton: Skeleton
-    options: Mapping[str, Any]
-    device_type: str
-    degrees: dict[str, int]
-    data: TrainData
-    config: TrainConfig
-    records: list[StepRecord]
-
-    @classmethod
-    def of(cls, trainer: Trainer, data: TrainData) -> Recipe:
-        """Return the recipe of a trainer."""
-        applied = applied_to(trainer.model)
-        assert applied is not None, "checked when fit() began"
-        assert applied.again is not None, "spread by `parallelize`"
-        names = trainer.mesh.mesh_dim_names or ()
-        return cls(
-            skeleton=applied.again.skeleton,
-            options=applied.again.options,
-            device_type=trainer.mesh.device_type,
-            degrees=dict(zip(names, trainer.mesh.shape, strict=True)),
-            data=data,
-            config=trainer.config,
-            records=trainer.history.records,
-        )
-
-    def build(self) -> tuple[nn.Module, DeviceMesh]:
-        """Return the model, spread over a new mesh, and that mesh. Collective over: all ranks."""
-        mesh = init_device_mesh(
-            self.device_type, tuple(self.degrees.values()), mesh_dim_names=tuple(self.degrees)
-        )
-        whole = self.skeleton.build(torch.device(self.device_type))
-        return parallelize(whole, mesh, **self.options), mesh
+__all__ = ["Outcome", "go_on", "go_on_resized", "share"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +43,7 @@ class Outcome:
 
 
 def share(pack: Callable[[], _Shared] | None) -> _Shared:
-    """Return a survivor's surroundings, trainer class, recipe and names, the last three packed.
-
-    Collective over: all ranks.
+    """Return a survivor's packed trainer and names. Collective over: all ranks.
 
     Args:
         pack: makes them, on one of the ranks that have them; None on a new rank.
@@ -134,19 +85,43 @@ def go_on(trainer: Trainer, mirror: Mirror | None, steps_done: int) -> Outcome:
     if choice is None:
         return _from_checkpoint(trainer)
     slot = _slot_for(choice, mirror)
-    if choice.step > 0:
+    source = choice.sources.get(dist.get_rank())
+    return _restored(trainer, slot, has_rng=source is None or source.rng_rank is not None)
+
+
+def go_on_resized(trainer: Trainer, copies: Copies) -> Outcome:
+    """Restore a trainer on a mesh of another size. Collective over: all ranks.
+
+    A rank that stays keeps its random states; a new one begins from (seed, step, rank).
+
+    Args:
+        trainer: on the new mesh.
+        copies: see `reshard`.
+
+    Raises:
+        NbdistError: as `go_on`.
+    """
+    slot = reshard(trainer, copies)
+    if slot is None:
+        return _from_checkpoint(trainer)
+    return _restored(trainer, slot, has_rng=bool(copies))
+
+
+def _restored(trainer: Trainer, slot: Slot, *, has_rng: bool) -> Outcome:
+    step = slot.step
+    assert step is not None, "a whole state"
+    if step > 0:
         trainer.warm_up()
     restore(slot, trainer.model, trainer.optimizer)
-    trainer.take_notes(choice.step, slot.notes.tolist())
+    trainer.take_notes(step, slot.notes.tolist())
     fresh = Mirror(trainer.model, trainer.optimizer, trainer.mesh)
-    fresh.take(choice.step, slot.notes.tolist())
-    _verify(trainer, slot.digest, fresh.own_at(choice.step).digest)
-    source = choice.sources.get(dist.get_rank())
-    if source is None or source.rng_rank is not None:
+    fresh.take(step, slot.notes.tolist())
+    _verify(trainer, slot.digest, fresh.own_at(step).digest)
+    if has_rng:
         slot.restore_rng()
     else:
-        seed_rng(trainer.config.seed, choice.step, dist.get_rank())
-    return Outcome(mirror=fresh, step=choice.step, source="memory of peers")
+        seed_rng(trainer.config.seed, step, dist.get_rank())
+    return Outcome(mirror=fresh, step=step, source="memory of peers")
 
 
 def _nothing(trainer: Trainer) -> Offer:
@@ -226,16 +201,3 @@ def _verify(trainer: Trainer, saved: int, found: int) -> None:
             f"a run was restored after a failure, but not as it was: {'; '.join(problems)}; load "
             "the newest checkpoint with resume()"
         )
-
-
-def known_objects(trainer: Trainer, data: TrainData) -> dict[str, Any]:
-    """Return the objects that every rank builds itself, by a name that all ranks use."""
-    return {
-        "trainer": trainer,
-        "model": trainer.model,
-        "bare": bare(trainer.model),
-        "optimizer": trainer.optimizer,
-        "mesh": trainer.mesh,
-        "data": data,
-        "config": trainer.config,
-    }

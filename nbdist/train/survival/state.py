@@ -11,10 +11,14 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from nbdist.train.survival.boxes import Box, box_of
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["Entry", "Layout", "Slot", "layout_of", "restore"]
+    from nbdist.train.survival.boxes import Key
+
+__all__ = ["Entry", "Layout", "Slot", "layout_of", "optimized", "restore"]
 
 _Kind = Literal["parameter", "buffer", "optimizer"]
 
@@ -58,10 +62,17 @@ class Entry:
 
 @dataclass(slots=True)
 class Layout:
-    """Which tensors a rank has, in order, and the values of its optimizer that are no tensors."""
+    """Which tensors a rank has, in order, and the values of its optimizer that are no tensors.
+
+    Attributes:
+        stage: of the pipeline, among whose weights the indices count.
+        boxes: which part of the whole each tensor is; empty until `locate`.
+    """
 
     entries: list[Entry] = field(default_factory=list)
     plain: dict[tuple[int, str], Any] = field(default_factory=dict)
+    stage: int = field(default=0, compare=False)
+    boxes: list[Box] = field(default_factory=list, compare=False)
 
     @property
     def offsets(self) -> list[int]:
@@ -75,6 +86,25 @@ class Layout:
     def has_optimizer_state(self) -> bool:
         """Whether the optimizer has taken a step: its state is made then."""
         return any(entry.kind == "optimizer" for entry in self.entries)
+
+    def locate(self, model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> None:
+        """Note which part of the whole every tensor is: too slow to be done in each step."""
+        self.stage = stage
+        weights = {
+            "parameter": [box_of(one) for one in model.parameters()],
+            "buffer": [box_of(one) for one in model.buffers()],
+            "optimizer": [box_of(one) for one in optimized(optimizer)],
+        }
+        self.boxes = [
+            weights[entry.kind][entry.index]
+            if entry.is_cut
+            else Box((0,) * len(entry.shape), entry.shape)
+            for entry in self.entries
+        ]
+
+    def keys(self) -> list[Key]:
+        """Return the name of every tensor."""
+        return [(self.stage, one.kind, one.index, one.key) for one in self.entries]
 
 
 def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Layout, list[Tensor]]:
@@ -92,7 +122,7 @@ def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Layou
         add("parameter", index, "", parameter)
     for index, buffer in enumerate(model.buffers()):
         add("buffer", index, "", buffer)
-    for index, weight in enumerate(_optimized(optimizer)):
+    for index, weight in enumerate(optimized(optimizer)):
         for key, value in sorted(optimizer.state.get(weight, {}).items()):
             if isinstance(value, torch.Tensor):
                 add("optimizer", index, key, value)
@@ -141,6 +171,10 @@ class Slot:
             torch.cuda.current_stream().synchronize()
         _pack_rng(self.flat[_HEADER : _HEADER + _RNG_BYTES])
         self.notes[: len(notes)] = torch.tensor(notes, dtype=torch.float64)
+        self.seal(step)
+
+    def seal(self, step: int) -> None:
+        """Say that the slot holds the state after a step."""
         self._header[0] = step
         self._header[1] = self.compute_digest()
         self.is_valid = True
@@ -165,17 +199,17 @@ class Slot:
 def restore(slot: Slot, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Put a slot's tensors into a model and a new optimizer of the same place. Not collective."""
     parameters, buffers = list(model.parameters()), list(model.buffers())
-    optimized = _optimized(optimizer)
+    weights = optimized(optimizer)
     for entry, view in zip(slot.layout.entries, slot.views(), strict=True):
         if entry.kind == "parameter":
             _local(parameters[entry.index]).copy_(view)
         elif entry.kind == "buffer":
             _local(buffers[entry.index]).copy_(view)
         else:
-            weight = optimized[entry.index]
+            weight = weights[entry.index]
             optimizer.state[weight][entry.key] = _like(weight, view.clone(), entry)
     for (index, key), value in slot.layout.plain.items():
-        optimizer.state[optimized[index]][key] = value
+        optimizer.state[weights[index]][key] = value
 
 
 def _like(weight: Tensor, value: Tensor, entry: Entry) -> Tensor:
@@ -198,7 +232,8 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _optimized(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def optimized(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the weights of an optimizer, in its order."""
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Self
+import math
+from typing import TYPE_CHECKING, Self
 
 import torch.distributed as dist
 
 from nbdist.errors import CheckpointError, NbdistError
 from nbdist.ports import Policy, SurvivalPort, current_port
-from nbdist.train.parallelize import applied_to
+from nbdist.train.mesh import num_fixed
 from nbdist.train.survival.mirror import Mirror
-from nbdist.train.survival.packing import NAMESPACE, Surroundings, pack, unpack, why_not_packed
-from nbdist.train.survival.recovery import Recipe, go_on, known_objects, share
+from nbdist.train.survival.packing import NAMESPACE
+from nbdist.train.survival.recipe import (
+    Recipe,
+    known_objects,
+    pack_trainer,
+    unpack_trainer,
+    why_not_rebuilt,
+)
+from nbdist.train.survival.recovery import go_on, go_on_resized, share
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from nbdist.train.data import TrainData
     from nbdist.train.metrics import TrainHistory
+    from nbdist.train.survival.reshard import Copies
     from nbdist.train.trainer import Trainer
 
 __all__ = ["NewRank", "Survival"]
@@ -38,15 +47,33 @@ class Survival:
     Args:
         trainer: whose run it is.
         data: its whole data set.
+
+    Attributes:
+        copies: states to go on from with another number of ranks; see `nbdist.train.moving`.
     """
 
     failures = _FAILURES
 
     def __init__(self, trainer: Trainer, data: TrainData) -> None:
         self._trainer = trainer
-        self._data = data
+        self.data = data
         self._port: SurvivalPort | None = None
         self._mirror: Mirror | None = None
+        self._micro_rows: int | None = None
+        self.copies: Copies = {}
+
+    @property
+    def micro_rows(self) -> int:
+        """Most rows of a micro-batch, as on the ranks that the trainer was made on."""
+        if self._micro_rows is None:
+            config, (_, num_ranks) = self._trainer.config, self._trainer.data_place
+            most = math.ceil(config.global_batch_size / num_ranks)
+            self._micro_rows = math.ceil(most / config.accumulation_steps)
+        return self._micro_rows
+
+    @micro_rows.setter
+    def micro_rows(self, rows: int) -> None:
+        self._micro_rows = rows
 
     def __enter__(self) -> Self:
         config = self._trainer.config
@@ -60,9 +87,11 @@ class Survival:
                 config.on_failure,
             )
             return self
-        _check_can_build(self._trainer, self._data, self._port)
+        _check_can_build(self._trainer, self.data, self._port)
         policy = Policy(
             on_failure=config.on_failure,
+            min_ranks=config.min_ranks,
+            multiple_of=num_fixed(self._trainer.mesh),
             max_failures=config.max_failures,
             per_hours=config.per_hours,
         )
@@ -99,7 +128,7 @@ class Survival:
             self._mirror.take(trainer.step, trainer.notes())
 
     def recover(self, error: BaseException) -> None:
-        """Go on after a failure, with new ranks in the place of dead ones.
+        """Go on after a failure, with new ranks in the place of dead ones, or without these.
 
         Collective over: all ranks of the group that follows.
 
@@ -126,14 +155,22 @@ class Survival:
     def _rebuild(self, before: int) -> None:
         trainer, port = self._trainer, self._port
         assert port is not None, "checked by the caller"
-        old = known_objects(trainer, self._data) | {NAMESPACE: port.namespace}
-        recipe = Recipe.of(trainer, self._data)
-        share(lambda: (*_pack(recipe, trainer, port), port.pack_names(old)))
+        old = known_objects(trainer, self.data) | {NAMESPACE: port.namespace}
+        assert self._mirror is not None, "checked by the caller"
+        recipe = Recipe.of(trainer, self.data)
+        if self._mirror.world_size != dist.get_world_size():
+            recipe = recipe.for_world(dist.get_world_size())
+        packed = lambda: (pack_trainer(recipe, trainer, port.namespace), port.pack_names(old))  # noqa: E731
+        share(packed)
+        trainer.config = recipe.config
         trainer.assemble(*recipe.build())
-        outcome = go_on(trainer, self._mirror, before)
+        if recipe.is_resized:
+            outcome = go_on_resized(trainer, self._mirror.copies())
+        else:
+            outcome = go_on(trainer, self._mirror, before)
         self._mirror, self._source = outcome.mirror, outcome.source
         trainer.history.forget_after(outcome.step)
-        new = known_objects(trainer, self._data)
+        new = known_objects(trainer, self.data)
         port.rebind([(old[name], new[name]) for name in ("model", "bare", "optimizer", "mesh")])
         trainer.finish_step()
 
@@ -174,19 +211,13 @@ class NewRank:
         return self._trainer.go_on()
 
     def _build(self) -> None:
-        surroundings, kind, packed, names = share(None)
-        surroundings.enter()
-        # Data and settings may refer to the trainer, which is made with them.
-        known: dict[str, Any] = {NAMESPACE: self._port.namespace}
-        made: type[Trainer] = unpack(kind, known)
-        trainer = made.__new__(made)
-        recipe: Recipe = unpack(packed, known | {"trainer": trainer})
-        model, mesh = recipe.build()
-        made.__init__(trainer, model, recipe.data, recipe.config, mesh=mesh)
+        packed, names = share(None)
+        namespace = self._port.namespace
+        trainer, recipe = unpack_trainer(packed, namespace)
         # Before anything of the user's runs, such as the loss: it looks its names up.
-        self._port.unpack_names(names, known | known_objects(trainer, recipe.data))
-        trainer.history.records[:] = recipe.records
-        outcome = go_on(trainer, None, 0)
+        known = known_objects(trainer, recipe.data) | {NAMESPACE: namespace}
+        self._port.unpack_names(names, known)
+        outcome = go_on_resized(trainer, {}) if recipe.is_resized else go_on(trainer, None, 0)
         trainer.history.forget_after(outcome.step)
         trainer.survival.take_over(outcome.mirror, self._port)
         trainer.finish_step()
@@ -194,25 +225,9 @@ class NewRank:
         self._trainer = trainer
 
 
-def _pack(
-    recipe: Recipe, trainer: Trainer, port: SurvivalPort
-) -> tuple[Surroundings, bytes, bytes]:
-    known = {NAMESPACE: port.namespace}
-    packed = pack(recipe, known | {"trainer": trainer})
-    return Surroundings.here(), pack(type(trainer), known), packed
-
-
 def _check_can_build(trainer: Trainer, data: TrainData, port: SurvivalPort) -> None:
     """Raise NbdistError now, when a new rank could not be given what it needs."""
-    applied = applied_to(trainer.model)
-    skeleton = applied.again.skeleton if applied and applied.again else None
-    if skeleton is None:
-        found = "it came spread over the ranks already"
-    elif not (found := skeleton.problem):
-        found = why_not_packed(
-            Recipe.of(trainer, data), {"trainer": trainer, NAMESPACE: port.namespace}
-        )
-    if found:
+    if found := why_not_rebuilt(trainer, data, port.namespace):
         raise NbdistError(
             f"on_failure={trainer.config.on_failure!r} was asked for, but model, data and "
             f"settings could not be given to a new rank: {found}; let them be pickled, give "

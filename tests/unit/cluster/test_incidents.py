@@ -31,4 +31,7 @@ def test_an_incident_is_told_in_words():
     assert "1 step done again" in text
     assert "2.2 s" in text
     assert text.endswith("the new process lacks: lock")
+    shrunk = incident(outcome="shrunk", num_ranks=2)
+    assert shrunk.is_survived
+    assert "; left out, 2 ranks go on after step 7" in shrunk.in_words()
     assert "not healed: why" in incident(outcome="not healed: why").in_words()

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from nbdist.errors import NoWorldError
-from nbdist.train.mesh import MeshConfig, build_mesh
+from nbdist.train.mesh import MeshConfig, build_mesh, resized_degrees
 
 
 def test_open_axis_takes_what_the_others_leave():
@@ -52,3 +52,27 @@ def test_two_open_axes_are_refused():
 def test_build_mesh_without_a_group_says_where_to_call_it():
     with pytest.raises(NoWorldError, match="inside a %%distributed cell"):
         build_mesh()
+
+
+@pytest.mark.parametrize(
+    ("before", "world_size", "after"),
+    [
+        ({"dp_shard": 3}, 2, {"dp_shard": 2}),
+        ({"dp_replicate": 1, "dp_shard": 2, "tp": 2}, 6,
+         {"dp_replicate": 1, "dp_shard": 3, "tp": 2}),
+        ({"dp_replicate": 4, "dp_shard": 1}, 3, {"dp_replicate": 3, "dp_shard": 1}),
+        ({"dp_replicate": 2, "dp_shard": 2}, 6, {"dp_replicate": 3, "dp_shard": 2}),
+        ({"dp_replicate": 2, "dp_shard": 2}, 3, {"dp_replicate": 1, "dp_shard": 3}),
+    ],
+)  # fmt: skip
+def test_another_world_changes_the_data_parallel_axes(before, world_size, after):
+    assert resized_degrees(before, world_size) == after
+
+
+def test_a_world_that_fixed_axes_do_not_divide_prints_the_equation():
+    expected = (
+        "mesh degrees do not cover the world: pp=2 * tp=2 = 4 cannot change while a run goes on, "
+        "but world_size=6; ask for a multiple of 4 ranks"
+    )
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        resized_degrees({"pp": 2, "dp_shard": 2, "tp": 2}, 6)
