@@ -18,6 +18,7 @@ from nbdist.cluster.death import lost_error
 from nbdist.cluster.healing import Healing
 from nbdist.cluster.launch import Processes, end_world
 from nbdist.cluster.link import WorldLink
+from nbdist.cluster.mapping import Mapping, MapRun
 from nbdist.cluster.names_table import NamesTable
 from nbdist.cluster.recovering import Recovering
 from nbdist.cluster.result import CellResult
@@ -38,7 +39,7 @@ from nbdist.runfiles import WorldRecord, find_world
 __all__ = ["World"]
 
 
-class World(Healing):
+class World(Mapping, Healing):
     """Ranks that keep their variables between calls. Use as a context manager in scripts.
 
     Made by `World.start` or `World.attach`. Every method may be called from the client only;
@@ -52,7 +53,7 @@ class World(Healing):
         self._processes: Processes | None = None
         self._generation = max(info.generation for info in ranks)
         self._group_broken = False
-        self._run: CellRun | None = None
+        self._run: CellRun | MapRun | None = None
         self._lock = threading.Lock()
         self._objects = objects.Objects(record, lambda: self.infos)
         self.is_running = True
