@@ -83,15 +83,23 @@ def write(snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
         sums = digests(path for path in partial.iterdir() if _writer_of(path.name) == rank)
     everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, sums, group=group)
+    later: list[str] = []
     with _together(what, group):
         if rank == 0:
-            publish(
+            later = publish(
                 partial,
                 final,
                 replace(snapshot.manifest, sha256={k: v for d in everyone for k, v in d.items()}),
                 keep_last=snapshot.keep_last,
                 keep_every=snapshot.keep_every,
             )
+    if later:
+        warnings.warn(
+            f"{final} is behind {some(later)}, which were set aside: the run has gone back, and "
+            "they would be taken for newer; delete them, or rename them back",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return final
 
 
