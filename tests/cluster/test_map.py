@@ -1,5 +1,6 @@
 """`World.map`: order, balance, items that fail, ranks that die, Stop."""
 
+import _thread
 import os
 import signal
 import threading
@@ -89,7 +90,8 @@ def test_bad_arguments_touch_no_rank(world):
         other._link.close()
 
 
-def test_stop_ends_the_items_that_run_and_keeps_the_ranks(world, tmp_path):
+@pytest.mark.parametrize("by", ["Ctrl-C", "World.interrupt"])
+def test_stop_ends_the_items_that_run_and_keeps_the_ranks(world, tmp_path, by):
     world.run("kept = rank")
 
     def work(item):
@@ -99,7 +101,7 @@ def test_stop_ends_the_items_that_run_and_keeps_the_ranks(world, tmp_path):
     def interrupt_when_all_sleep():
         while len(list(tmp_path.iterdir())) < 6:
             time.sleep(0.01)
-        world.interrupt()
+        world.interrupt() if by == "World.interrupt" else _thread.interrupt_main()
 
     threading.Thread(target=interrupt_when_all_sleep).start()
     started = time.monotonic()
