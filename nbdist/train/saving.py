@@ -160,11 +160,15 @@ class Saver:
 
         Not collective. Raises what the copying has raised, such as MemoryError.
         """
-        staged, self._staged = self._staged, None
-        if staged is None:
+        if self._staged is None:
             return
         started = time.monotonic()
-        staged.result()
+        try:
+            self._staged.result()
+        finally:
+            # a Stop in here leaves the copy unfinished: `__exit__` waits for it
+            if self._staged.done():
+                self._staged = None
         self.stall_seconds += time.monotonic() - started
 
     def __enter__(self) -> None:
