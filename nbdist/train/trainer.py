@@ -43,8 +43,7 @@ class Trainer:
 
     A whole model is sharded over `mesh` first; one that `parallelize` returned is taken as it is,
     on its own mesh.
-    AdamW, a learning rate that warms up and falls along a cosine, gradients clipped by the norm
-    of the whole gradient.
+    AdamW, a learning rate that warms up and falls along a cosine, gradients clipped by their norm.
 
     Args:
         model: built on every rank.
