@@ -4,6 +4,11 @@ Two ranks share a model and Adam's state, 500 MB in all. In each turn every way 
 same state into the same directory, so that a busy disk slows all. `torch.save` is rank 0 alone
 writing what it has gathered before (the gathering is not counted). nbdist's files carry checksums,
 are written through to the disk, and are checked while they are loaded; the others are not.
+
+The stall of a background save is what `save` takes and what the next step then waits, before its
+update, for the copy of the state; that step computes gradients of 128 rows meanwhile. "stall, at
+once" waits with nothing to compute. "step" and "step after save" tell what the threads of a save
+take from that step.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
 
 WANTED_STALL = 0.1  # of the time of torch.save
 WIDTH = 1024
+NUM_ROWS = 128
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -40,9 +46,20 @@ def timed(work: Callable[[], object]) -> float:
     dist.barrier()
     started = time.perf_counter()
     work()
-    seconds = torch.tensor(time.perf_counter() - started)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
+    return slowest(time.perf_counter() - started)
+
+
+def slowest(seconds: float) -> float:
+    """Return the most that a rank says."""
+    most = torch.tensor(seconds)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return float(most)
+
+
+def gradients(model: nn.Module, rows: torch.Tensor) -> None:
+    """Compute a step's gradients and drop them."""
+    model(rows).sum().backward()
+    model.zero_grad()
 
 
 def built(megabytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -94,8 +111,18 @@ def turn(model: nn.Module, optimizer: torch.optim.Optimizer, where: Path, savers
         seconds[name] = timed(work)
     seconds["collect"] = timed(lambda: snapshot(1))
     seconds["save"] = timed(lambda: savers["sync"].save(snapshot(1)))
-    seconds["async stall"] = timed(lambda: savers["async"].save(snapshot(2)))
-    seconds["async rest"] = timed(savers["async"].wait)
+    background = savers["async"]
+    background.save(snapshot(2))
+    background.before_update()
+    seconds["stall, at once"] = slowest(background.stall_seconds)
+    background.wait()
+    rows = torch.ones(NUM_ROWS, WIDTH)
+    seconds["step"] = timed(lambda: gradients(model, rows))
+    background.save(snapshot(2))
+    seconds["step after save"] = timed(lambda: gradients(model, rows))
+    background.before_update()
+    seconds["async stall"] = slowest(background.stall_seconds)
+    seconds["async rest"] = timed(background.wait)
     path = where / "step-00000002"
     seconds["load"] = timed(lambda: checkpoint.load(path, model, optimizer))
     return seconds

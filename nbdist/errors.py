@@ -15,6 +15,7 @@ __all__ = [
     "RankLostError",
     "RankBusyError",
     "RemoteCellError",
+    "ItemError",
     "CellSyntaxError",
     "CellInterrupted",
     "CellTimeoutError",
@@ -142,6 +143,32 @@ class RemoteCellError(NbdistError):
         """Show the rank's own traceback in IPython, not the client's."""
         lines = self.traceback.splitlines() if self.traceback else []
         return [*lines, f"{type(self).__name__}: {self}"]
+
+
+class ItemError(RemoteCellError):
+    """An item of `World.map` failed; no further items were begun.
+
+    Attributes:
+        index: which item, counted from 0.
+        done: results of the items that were done, by index.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        rank: int,
+        name: str,
+        value: str,
+        remote_traceback: str = "",
+        *,
+        done: dict[int, object] | None = None,
+    ) -> None:
+        super().__init__(rank, name, value, remote_traceback)
+        self.index = index
+        self.done = dict(done or {})
+
+    def __str__(self) -> str:
+        return f"item {self.index} failed: {super().__str__()}"
 
 
 class CheckpointError(NbdistError):

@@ -45,6 +45,14 @@ class Objects:
         """Call a function on ranks; results in rank order."""
         return self._results(self._view(ranks).apply_async(fn, *args, **named), ranks)
 
+    def submit(self, fn: Callable[..., Any], args: tuple[Any, ...], rank: int) -> Any:
+        """Call a function on one rank and return at once, with a future for `result`."""
+        return self._view([rank]).apply_async(fn, *args)
+
+    def result(self, answer: Any, rank: int) -> Any:
+        """Return what a submitted call has returned; raises RemoteCellError."""
+        return self._results(answer, [rank])[0]
+
     def push(self, values: dict[str, Any], ranks: Sequence[int]) -> None:
         """Set names on ranks; large tensors and arrays go through one file.
 

@@ -17,6 +17,7 @@ from nbdist.cluster.config import WorldConfig
 from nbdist.cluster.death import lost_error
 from nbdist.cluster.launch import Processes, end_world
 from nbdist.cluster.link import WorldLink
+from nbdist.cluster.mapping import Mapping, MapRun
 from nbdist.cluster.names_table import NamesTable
 from nbdist.cluster.recovering import Recovering
 from nbdist.cluster.resizing import Resizing
@@ -38,7 +39,7 @@ from nbdist.runfiles import WorldRecord, find_world
 __all__ = ["World"]
 
 
-class World(Resizing):
+class World(Mapping, Resizing):
     """Ranks that keep their variables between calls. Use as a context manager in scripts.
 
     Made by `World.start` or `World.attach`. Every method may be called from the client only;
@@ -52,7 +53,7 @@ class World(Resizing):
         self._processes: Processes | None = None
         self._generation = max(info.generation for info in ranks)
         self._group_broken = False
-        self._run: CellRun | None = None
+        self._run: CellRun | MapRun | None = None
         self._lock = threading.Lock()
         self._objects = objects.Objects(record, lambda: self.infos)
         self.is_running = True
@@ -209,10 +210,7 @@ class World(Resizing):
     def apply(
         self, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] | str | None = None
     ) -> list[Any]:
-        """Call `fn(*args)` on ranks and return the results in rank order.
-
-        The function may be a lambda, a closure or defined in the notebook. Raises RemoteCellError.
-        """
+        """Call `fn(*args)`, of any kind, on ranks; return results in rank order, or RemoteCellError."""
         chosen = check_ranks(ranks, self.num_ranks)
         self._check_alive(chosen)
         return self._objects.apply(fn, args, chosen)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
 from nbdist.errors import CheckpointError, NoWorldError
 from nbdist.train import checkpoint
-from nbdist.train.manifest import step_of
+from nbdist.train.manifest import set_aside, some, step_of
 from nbdist.train.rng import restore_rng, seed_rng
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from nbdist.train.config import TrainConfig
     from nbdist.train.manifest import Manifest
     from nbdist.train.saving import CheckpointConfig
@@ -24,6 +24,7 @@ __all__ = [
     "begin",
     "check_ranks_agree",
     "checkpoint_config",
+    "leave_later",
     "newest_for_all",
     "restore_random_states",
 ]
@@ -72,6 +73,10 @@ def begin(
     elif trainer.step == 0:
         seed_rng(config.seed, 0, dist.get_rank())
     check_ranks_agree(trainer.step, updating=updating)
+    told = leave_later(config.checkpoint, trainer.step) if config.checkpoint else ""
+    if told and dist.get_rank() == 0:
+        text = f"training goes on from step {trainer.step}: {told}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def checkpoint_config(config: TrainConfig) -> CheckpointConfig:
@@ -93,6 +98,38 @@ def newest_for_all(where: CheckpointConfig) -> Path | None:
     found = [checkpoint.list_checkpoints(where.directory)[-1:]]
     dist.broadcast_object_list(found, src=0)
     return found[0][0] if found[0] else None
+
+
+def leave_later(where: CheckpointConfig, step: int) -> str:
+    """Set the checkpoints of later steps aside: a run that has gone back makes others of its own.
+
+    Else `resume` would load them, and pruning keep them. Collective over: the default group.
+
+    Returns:
+        What to tell the user; empty when there are none.
+
+    Raises:
+        CheckpointError: one cannot be renamed.
+    """
+    told = ["", ""]
+    if dist.get_rank() == 0:
+        try:
+            names = set_aside(Path(where.directory), step)
+        except OSError as error:
+            told[1] = (
+                f"the checkpoints after step {step} in {where.directory} were to be set aside, but "
+                f"{error}; mend that, or move them away"
+            )
+        else:
+            if names:
+                told[0] = (
+                    f"the later checkpoints are set aside as {some(names)}; delete them, or rename "
+                    "them back"
+                )
+    dist.broadcast_object_list(told, src=0)
+    if told[1]:
+        raise CheckpointError(told[1])
+    return told[0]
 
 
 def check_ranks_agree(step: int, *, updating: bool) -> None:

@@ -1,17 +1,16 @@
 """Checkpoints: written whole or not at all, loaded by any number of ranks (ranks).
 
-`manifest` tells how a checkpoint becomes complete; here is what goes into one.
+`manifest` tells how a checkpoint becomes complete, `snapshot` what goes into one.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import time
 import uuid
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
-    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -40,7 +38,7 @@ from nbdist.train.manifest import (
     some,
     write_text,
 )
-from nbdist.train.rng import rng_state
+from nbdist.train.snapshot import Snapshot, take
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,70 +58,6 @@ __all__ = [
 ]
 
 _TOKENIZER = "tokenizer.json"
-
-
-@dataclass(slots=True, kw_only=True)
-class Snapshot:
-    """All that one checkpoint will hold of this rank, from `take`, for `write`.
-
-    Attributes:
-        final: where the checkpoint will be.
-        state: of the model and the optimizer.
-        rng: random states of this rank.
-        manifest: without its files.
-        tokenizer_json: for serving; None for none.
-        keep_last: checkpoints kept; None keeps all.
-        keep_every: checkpoints of these steps are kept for good.
-    """
-
-    final: Path
-    state: dict[str, Any]
-    rng: dict[str, Any]
-    manifest: Manifest
-    tokenizer_json: str | None
-    keep_last: int | None
-    keep_every: int | None
-
-
-def take(
-    directory: str | Path,
-    *,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    mesh: dict[str, int],
-    loss: float | None = None,
-    loss_scale: tuple[float, int] | None = None,
-    config: dict[str, Any] | None = None,
-    tokenizer_json: str | None = None,
-    keep_last: int | None = None,
-    keep_every: int | None = None,
-) -> Snapshot:
-    """Collect what a checkpoint holds. Collective over: the default group.
-
-    Holds the weights and the optimizer's state, by reference; each rank's random states; the
-    tokenizer.
-    """
-    state, optimizer_state = get_state_dict(model, optimizer)
-    _join_groups(optimizer_state)
-    return Snapshot(
-        final=Path(directory) / f"step-{step:08d}",
-        state={"model": state, "optimizer": optimizer_state},
-        rng=rng_state(),
-        manifest=Manifest(
-            step=step,
-            world_size=dist.get_world_size(),
-            mesh=mesh,
-            torch_version=str(torch.__version__),
-            loss=loss,
-            seconds=time.time(),
-            loss_scale=loss_scale,
-            config=config or {},
-        ),
-        tokenizer_json=tokenizer_json,
-        keep_last=keep_last,
-        keep_every=keep_every,
-    )
 
 
 def write(snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
@@ -149,15 +83,23 @@ def write(snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
         sums = digests(path for path in partial.iterdir() if _writer_of(path.name) == rank)
     everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, sums, group=group)
+    later: list[str] = []
     with _together(what, group):
         if rank == 0:
-            publish(
+            later = publish(
                 partial,
                 final,
                 replace(snapshot.manifest, sha256={k: v for d in everyone for k, v in d.items()}),
                 keep_last=snapshot.keep_last,
                 keep_every=snapshot.keep_every,
             )
+    if later:
+        warnings.warn(
+            f"{final} is behind {some(later)}, which were set aside: the run has gone back, and "
+            "they would be taken for newer; delete them, or rename them back",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return final
 
 
@@ -207,18 +149,6 @@ def read_rng(path: str | Path, rank: int) -> dict[str, Any]:
     """Return the random state that a rank saved, for `restore_rng`."""
     state: dict[str, Any] = json.loads(Path(path, f"rng-{rank}.json").read_text(encoding="utf-8"))
     return state
-
-
-def _join_groups(optimizer_state: dict[str, Any]) -> None:
-    """Join the groups of ranks that hold different weights (pipeline), by their settings."""
-    everyone: list[list[dict[str, Any]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, optimizer_state["param_groups"])
-    joined: dict[str, dict[str, Any]] = {}
-    for group in (group for theirs in everyone for group in theirs):
-        settings = repr(sorted((key, value) for key, value in group.items() if key != "params"))
-        known = joined.setdefault(settings, group | {"params": []})
-        known["params"] += [name for name in group["params"] if name not in known["params"]]
-    optimizer_state["param_groups"] = list(joined.values())
 
 
 def _shapes_of_all_ranks(weights: dict[str, Any]) -> dict[str, tuple[int, ...]]:

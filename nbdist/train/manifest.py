@@ -1,7 +1,8 @@
 """What stands in a checkpoint directory, and which directories are complete (ranks).
 
 A checkpoint is a directory `step-00000120`. It is written under another name, its manifest last,
-and renamed once: a name that `latest` finds is complete, whenever the writers were killed.
+and renamed once: a name that `latest` finds is complete, whenever the writers were killed. One that
+the run has gone back behind is set aside, as `step-00000120.aside1`, and is the user's to delete.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ __all__ = [
     "prune",
     "publish",
     "read_manifest",
+    "set_aside",
     "some",
     "step_of",
     "verify",
@@ -87,7 +89,9 @@ def latest(directory: str | Path) -> Path:
     if not Path(directory).is_dir():
         found = "that directory does not exist"
     else:
-        partial = sorted(path.name for path in Path(directory).glob("step-*"))
+        partial = sorted(
+            path.name for path in Path(directory).glob("step-*") if ".aside" not in path.name
+        )
         found = f"only unfinished ones: {some(partial)}" if partial else "the directory is empty"
     raise CheckpointError(
         f"no complete checkpoint in {Path(directory).resolve()}: {found}; train with "
@@ -165,12 +169,18 @@ def publish(
     *,
     keep_last: int | None = None,
     keep_every: int | None = None,
-) -> None:
-    """Add the manifest and the sizes of all files, rename, then prune; on one rank."""
+) -> list[str]:
+    """Add the manifest and the sizes of all files, rename, then prune; on one rank.
+
+    Returns:
+        Names of the later checkpoints that were set aside: the run has gone back behind them, and
+        pruning by step would take this one for the oldest.
+    """
     sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
     described = asdict(manifest) | {"files": sizes}
     write_text(partial / _MANIFEST, json.dumps(described, indent=1))
     _sync_directory(partial)
+    later = set_aside(final.parent, manifest.step)
     if final.exists():  # this step was saved before; a directory cannot be renamed over another
         aside = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
         final.rename(aside)
@@ -181,6 +191,25 @@ def publish(
     _sync_directory(final.parent)
     if keep_last is not None:
         prune(final.parent, keep_last, keep_every)
+    return later
+
+
+def set_aside(directory: Path, after_step: int) -> list[str]:
+    """Rename the checkpoints of later steps, so that they are neither loaded nor pruned.
+
+    On one rank.
+
+    Returns:
+        Their new names. `Trainer.load` takes these; renamed back they are found again.
+    """
+    names = []
+    for path in list_checkpoints(directory):
+        if step_of(path) > after_step:
+            number = 1
+            while (aside := path.with_name(f"{path.name}.aside{number}")).exists():
+                number += 1
+            names.append(path.rename(aside).name)
+    return names
 
 
 def prune(directory: Path, keep_last: int, keep_every: int | None = None) -> None:

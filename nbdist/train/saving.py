@@ -6,9 +6,10 @@ import threading
 import time
 import warnings
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_until_done
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -33,7 +34,8 @@ class CheckpointConfig:
             by steps alone.
         keep_last: checkpoints kept; older ones are deleted after a save.
         keep_every: checkpoints whose step is a multiple of it are kept for good.
-        async_save: copy the state and go on; a thread writes it. One save at a time. The memory
+        async_save: a thread copies the state and writes it. One save at a time. The copy must be
+            there before the weights change, so a step waits for it before its update. The memory
             of that copy, in the host, is kept for the next one.
         on_save_error: what a save that was due and failed does: "warn" tells it and trains on,
             "stop" ends `fit` with the CheckpointError.
@@ -70,16 +72,22 @@ class Saver:
     What is written in the background goes through a process group of its own, so that it never
     mixes with the collectives of a step.
 
+    Weights and the optimizer's state change in the optimizer's step alone. A thread copies them
+    while the next step computes its gradients; that step calls `before_update`, which waits. As a
+    context manager it waits at the end, too: who comes next may change the weights.
+
     Args:
         config: None when the run saves nothing.
 
     Attributes:
-        stall_seconds: how long the last save has held up the training.
+        stall_seconds: how long the last save has held up the training: in `save` and in
+            `before_update`. What its threads take from the step on a busy host is not in it.
     """
 
     def __init__(self, config: CheckpointConfig | None) -> None:
         self._config = config
         self._running: Future[Path] | None = None
+        self._staged: Future[None] | None = None
         self._group: dist.ProcessGroup | None = None
         self._stager: DefaultStager | None = None
         self._saved_at = time.monotonic()
@@ -128,20 +136,54 @@ class Saver:
         if self._stager is None:
             # kept: the pages of a new copy would cost more than the copying
             self._stager = DefaultStager(StagingOptions(False, False, False, False))
-        staged = self._stager.stage(snapshot.state)
-        assert isinstance(staged, dict), "staging without a thread returns the copy"
-        snapshot.state = staged
-        result: Future[Path] = Future()
+        # forward changes buffers, so these are copied here and now
+        changing = self._copied(snapshot.changing())
+        staged, result = self._staged, self._running = Future[None](), Future["Path"]()
 
         def work() -> None:
+            try:
+                snapshot.replace_state(changing, self._copied(snapshot.steady_part()))
+            except BaseException as error:  # noqa: BLE001 - raised again by `before_update`
+                result.set_exception(error)
+                staged.set_exception(error)
+                return
+            staged.set_result(None)
             try:
                 result.set_result(checkpoint.write(snapshot, self._group))
             except BaseException as error:  # noqa: BLE001 - raised again by `wait`, on the main thread
                 result.set_exception(error)
 
-        self._running = result
         # a daemon: a rank that is told to end does not wait for its peers
         threading.Thread(target=work, name="nbdist-save", daemon=True).start()
+
+    def _copied(self, state: dict[str, Any]) -> dict[str, Any]:
+        assert self._stager is not None, "made before the first copy"
+        staged = self._stager.stage(state)
+        assert isinstance(staged, dict), "staging without a thread of its own returns the copy"
+        return staged
+
+    def before_update(self) -> None:
+        """Wait until the state of the last save is copied; weights may change after that.
+
+        Not collective. Raises what the copying has raised, such as MemoryError.
+        """
+        if self._staged is None:
+            return
+        started = time.monotonic()
+        try:
+            self._staged.result()
+        finally:
+            # a Stop in here leaves the copy unfinished: `__exit__` waits for it
+            if self._staged.done():
+                self._staged = None
+        self.stall_seconds += time.monotonic() - started
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *raised: object) -> None:
+        if self._staged is not None:
+            wait_until_done([self._staged])  # what it has raised is told by whoever asks next
 
     def wait(self) -> Path | None:
         """Wait for the running save and return its path; None when there is none.
@@ -149,6 +191,7 @@ class Saver:
         Raises:
             CheckpointError: it could not be written.
         """
+        self.before_update()
         running, self._running = self._running, None
         if running is None:
             return None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import CheckpointError
-from nbdist.train.beginning import checkpoint_config
+from nbdist.train.beginning import checkpoint_config, leave_later
 from nbdist.train.export import export
 from nbdist.train.manifest import (
     latest,
@@ -78,6 +78,8 @@ def verify_steps(names: Mapping[str, Any], directory: str | None, step: int | No
 def restore_step(names: Mapping[str, Any], directory: str | None, step: int) -> str:
     """Make the trainer go on from a step. Collective over: the default group.
 
+    Later checkpoints of its run are set aside, see `leave_later`.
+
     Raises:
         CheckpointError: there is no such step, no trainer, or the checkpoint does not fit.
     """
@@ -85,7 +87,10 @@ def restore_step(names: Mapping[str, Any], directory: str | None, step: int) -> 
     trainer.finish_saving()
     path = _path(_directory(names, directory), step)
     trainer.load(path)
-    return f"the trainer is at step {trainer.step}, from {path}; fit() goes on from there"
+    own = checkpoint_config(trainer.config)
+    told = leave_later(own, step) if path.parent == Path(own.directory) else ""
+    text = f"the trainer is at step {trainer.step}, from {path}; fit() goes on from there"
+    return f"{text}; {told}" if told else text
 
 
 def export_step(

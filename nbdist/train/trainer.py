@@ -47,8 +47,7 @@ class Trainer:
 
     A whole model is sharded over `mesh` first; one that `parallelize` returned is taken as it is,
     on its own mesh.
-    AdamW, a learning rate that warms up and falls along a cosine, gradients clipped by the norm
-    of the whole gradient.
+    AdamW, a learning rate that warms up and falls along a cosine, gradients clipped by their norm.
 
     Args:
         model: built on every rank.
@@ -138,7 +137,7 @@ class Trainer:
     def _has_run(self, stop: StopRequest, line: ProgressLine) -> bool:
         """Run all steps; False after a failure that the run has survived."""
         try:
-            with self._watch:
+            with self._watch, self._saver:
                 while self.step < self.config.num_steps:
                     self._run_step(stop, line)
                 self._saver.settle()
@@ -232,6 +231,7 @@ class Trainer:
         return shared, dist.all_reduce(shared, async_op=True)
 
     def _update(self, *, accepted: bool) -> float:
+        self._saver.before_update()
         rate = self.config.learning_rate_at(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

@@ -25,6 +25,7 @@ def test_checkpoints_are_listed_verified_restored_and_exported(notebook, tmp_pat
 
     restored = notebook.run("%distributed checkpoints restore 2")
     assert restored.out.startswith("[0-1] the trainer is at step 2")
+    assert "set aside as step-00000004.aside1; delete them, or rename them back" in restored.out
     again = notebook.run("%%distributed\ntrainer.fit().losses == losses[2:]")
     assert again.out.splitlines()[-1] == "[0-1] True"
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,6 +75,20 @@ def _fit(rank, directory, options, resume):
     return losses, weights, trainer.step
 
 
+def _fit_noting_samples(rank, directory, options, resume):
+    trainer = _trainer(directory, **options)
+    rows, taken = trainer.data, []
+
+    def noting_batch(step):
+        taken.append((step, rows.sample_ids(step)))
+        return rows.batch(step)
+
+    trainer.data = SimpleNamespace(batch=noting_batch)
+    losses = trainer.fit(resume=resume).losses
+    weights = {name: p.full_tensor() for name, p in trainer.model.named_parameters()}
+    return losses, taken, weights, trainer.step
+
+
 def _keep_only_step_10(directory):
     for path in list_checkpoints(directory):
         if path.name != "step-00000010":
@@ -82,15 +97,22 @@ def _keep_only_step_10(directory):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_resumed_losses_equal_the_uninterrupted_run_bit_for_bit(tmp_path, world_size):
-    losses, weights, _ = run_ranks(_fit, world_size, tmp_path, {}, False)[0]
-    assert [path.name[-2:] for path in list_checkpoints(tmp_path)] == ["10", "20", "30"]
+    options = {"num_steps": 60, "keep_last": 6}
+    unbroken = run_ranks(_fit_noting_samples, world_size, tmp_path, options, False)
+    kept = [path.name[-2:] for path in list_checkpoints(tmp_path)]
+    assert kept == ["10", "20", "30", "40", "50", "60"]
     _keep_only_step_10(tmp_path)
 
-    resumed, resumed_weights, step = run_ranks(_fit, world_size, tmp_path, {}, True)[0]
+    resumed = run_ranks(_fit_noting_samples, world_size, tmp_path, options, True)
 
-    assert resumed == losses[10:]
-    assert step == NUM_STEPS
-    assert all(torch.equal(weights[name], resumed_weights[name]) for name in weights)
+    for (losses, taken, weights, _), (later, later_taken, later_weights, step) in zip(
+        unbroken, resumed, strict=True
+    ):
+        assert len(later) == 50
+        assert later == losses[10:]
+        assert later_taken == taken[10:]
+        assert step == 60
+        assert all(torch.equal(weights[name], later_weights[name]) for name in weights)
 
 
 @pytest.fixture(scope="module")
@@ -309,3 +331,38 @@ def test_running_the_cell_again_trains_nothing_twice(tmp_path):
         assert len(first) == 6
         assert again == first
         assert fresh == []
+
+
+def _goes_back(rank, directory):
+    trainer = _trainer(directory, p=0.0, every_steps=2, num_steps=6, keep_last=3)
+    first = list(trainer.fit().losses)
+    trainer.load(directory / "step-00000002")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again = list(trainer.fit().losses)  # sets 4 and 6 aside, saves others
+    told = [str(w.message) for w in caught if "set aside" in str(w.message)]
+    after_fit = [path.name for path in sorted(directory.iterdir())]
+    trainer.load(directory / "step-00000002")
+    trainer.step = 3  # a save without a fit before: of a step that the directory does not hold
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.save()
+    told += [str(w.message) for w in caught if "set aside" in str(w.message)]
+    fresh = _trainer(directory, p=0.0, every_steps=2, num_steps=3)
+    fresh.fit(resume=True)
+    return first, again, after_fit, told, fresh.step, [p.name for p in list_checkpoints(directory)]
+
+
+def test_run_that_goes_back_loses_neither_its_new_checkpoints_nor_the_old_ones(tmp_path):
+    found = run_ranks(_goes_back, 2, tmp_path)
+    for first, again, after_fit, _, step, listed in found:
+        assert again == first[2:]
+        aside = ["step-00000004.aside1", "step-00000006.aside1"]
+        names = ["step-00000002", "step-00000004", aside[0], "step-00000006", aside[1]]
+        assert after_fit == names
+        assert step == 3  # not that of step 6
+        assert listed == ["step-00000002", "step-00000003"]
+    at_fit, at_save = found[0][3]
+    assert "goes on from step 2: the later checkpoints are set aside as step-00000004.a" in at_fit
+    assert "is behind step-00000004.aside2, step-00000006.aside2, which were set aside" in at_save
+    assert verify(tmp_path / "step-00000006.aside1").step == 6

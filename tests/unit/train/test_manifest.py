@@ -6,7 +6,15 @@ from dataclasses import asdict
 import pytest
 
 from nbdist.errors import CheckpointError
-from nbdist.train.manifest import Manifest, latest, list_checkpoints, prune, publish, read_manifest
+from nbdist.train.manifest import (
+    Manifest,
+    latest,
+    list_checkpoints,
+    prune,
+    publish,
+    read_manifest,
+    set_aside,
+)
 
 
 def _manifest(step):
@@ -29,10 +37,10 @@ def _published(directory, step):
 
 
 def test_published_checkpoints_are_listed_by_step(tmp_path):
-    paths = [_published(tmp_path, step) for step in (100_000_000, 20, 3)]
+    paths = [_published(tmp_path, step) for step in (3, 20, 100_000_000)]
 
-    assert list_checkpoints(tmp_path) == paths[::-1]
-    assert latest(tmp_path) == paths[0]
+    assert list_checkpoints(tmp_path) == paths
+    assert latest(tmp_path) == paths[2]
     assert read_manifest(paths[1]).step == 20
 
 
@@ -89,3 +97,27 @@ def test_manifest_that_cannot_be_read_is_an_error(tmp_path, text):
 
     with pytest.raises(CheckpointError, match="is no complete checkpoint"):
         read_manifest(tmp_path)
+
+
+def test_save_behind_later_checkpoints_sets_them_aside_and_is_not_pruned(tmp_path):
+    for step in (10, 20, 30):
+        _published(tmp_path, step)
+    (tmp_path / "step-00000012.tmp-1").mkdir()
+    final = tmp_path / "step-00000012"
+
+    later = publish(tmp_path / "step-00000012.tmp-1", final, _manifest(12), keep_last=1)
+
+    assert later == ["step-00000020.aside1", "step-00000030.aside1"]
+    assert latest(tmp_path) == final
+    assert sorted(path.name for path in tmp_path.iterdir()) == [final.name, *later]
+    assert read_manifest(tmp_path / later[1]).step == 30
+
+
+def test_what_is_set_aside_again_gets_a_name_of_its_own(tmp_path):
+    _published(tmp_path, 20)
+    assert set_aside(tmp_path, 20) == []
+    assert set_aside(tmp_path, 10) == ["step-00000020.aside1"]
+    _published(tmp_path, 20)
+    assert set_aside(tmp_path, 10) == ["step-00000020.aside2"]
+    with pytest.raises(CheckpointError, match="the directory is empty"):
+        latest(tmp_path)
