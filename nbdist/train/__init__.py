@@ -1,5 +1,6 @@
 """Sharded training (ranks): mesh, data, trainer, checkpoints; knows no notebook."""
 
+from nbdist.train.asynchronous import AsyncHistory, train_asynchronously
 from nbdist.train.communication import CommunicationConfig, WireCounter
 from nbdist.train.config import TrainConfig, next_token_loss
 from nbdist.train.data import TextData, build_tokenizer, shakespeare
@@ -33,6 +34,8 @@ __all__ = [
     "Trainer",
     "TrainHistory",
     "StepRecord",
+    "train_asynchronously",
+    "AsyncHistory",
     "next_token_loss",
     "CheckpointConfig",
     "latest",
