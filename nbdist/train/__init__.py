@@ -10,6 +10,7 @@ from nbdist.train.manifest import latest, list_checkpoints, verify
 from nbdist.train.mesh import MeshConfig, build_mesh
 from nbdist.train.metrics import StepRecord, TrainHistory
 from nbdist.train.models import DecoderConfig, DecoderLM, MixtureOfExperts
+from nbdist.train.overlap import OverlapReport, overlap_report
 from nbdist.train.parallelize import PipelineConfig, parallelize, schedule_grid
 from nbdist.train.pretrained import load_pretrained
 from nbdist.train.saving import CheckpointConfig
@@ -27,6 +28,8 @@ __all__ = [
     "parallelize",
     "CommunicationConfig",
     "WireCounter",
+    "overlap_report",
+    "OverlapReport",
     "scale_learning_rate",
     "PipelineConfig",
     "schedule_grid",
