@@ -79,14 +79,16 @@ def spread_data(
     for module in (*blocks(model), model):  # inner first: the root takes what is left
         fully_shard(module, **sharding)
     if communication and communication.prefetch:
-        _prefetch(blocks(model), communication.prefetch)
+        _prefetch(blocks(model), communication.prefetch, on_cpu=mesh.device_type == "cpu")
     return model
 
 
-def _prefetch(layers: list[nn.Module], ahead: int) -> None:
+def _prefetch(layers: list[nn.Module], ahead: int, *, on_cpu: bool) -> None:
     """Let every block gather the weights of the `ahead` next ones, in forward and backward."""
     sharded: list[FSDPModule] = [layer for layer in layers if isinstance(layer, FSDPModule)]
     for index, layer in enumerate(sharded):
+        # without streams a gather that is not asynchronous holds its caller up
+        layer._set_unshard_async_op(on_cpu)
         layer.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + ahead])
         before = sharded[max(index - ahead, 0) : index]
         layer.set_modules_to_backward_prefetch(before[::-1])
