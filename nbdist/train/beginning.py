@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from nbdist.errors import CheckpointError, NoWorldError
 from nbdist.train import checkpoint
+from nbdist.train.learning_rate import batch_line
 from nbdist.train.manifest import step_of
 from nbdist.train.rng import restore_rng, seed_rng
 
@@ -72,6 +73,8 @@ def begin(
     elif trainer.step == 0:
         seed_rng(config.seed, 0, dist.get_rank())
     check_ranks_agree(trainer.step, updating=updating)
+    if dist.get_rank() == 0:
+        _log.info("%s", batch_line(config, trainer.data_place[1]))
 
 
 def checkpoint_config(config: TrainConfig) -> CheckpointConfig:

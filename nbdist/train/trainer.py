@@ -15,6 +15,7 @@ from nbdist.train.anomaly import AnomalyWatch
 from nbdist.train.autosave import save_stopped, snapshot_of
 from nbdist.train.beginning import begin, restore_random_states
 from nbdist.train.interrupt import StopRequest
+from nbdist.train.learning_rate import batch_line
 from nbdist.train.mesh import data_parallel_place
 from nbdist.train.metrics import ProgressLine, StepRecord, TrainHistory
 from nbdist.train.optim import build_optimizer, validation_loss
@@ -72,6 +73,10 @@ class Trainer:
         self.survival = Survival(self, data)
         self._dataset = data
         self.assemble(model, mesh_of(model, mesh))
+
+    def __repr__(self) -> str:
+        done = f"step {self.step} of {self.config.num_steps}"
+        return f"Trainer({done}, {batch_line(self.config, self.data_place[1])})"
 
     def assemble(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Build what belongs to one life of the process group; `step` and `history` stay."""

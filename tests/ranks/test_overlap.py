@@ -27,6 +27,7 @@ def _losses(directory, strategy, profiled, rank):
     model = parallelize(DecoderLM(config), build_mesh(), strategy=strategy, communication=sending)
     data = TextData(shakespeare()[:8000], vocab_size=280, context_length=12)
     trainer = Trainer(model, data, TrainConfig(num_steps=3, global_batch_size=6))
+    assert "step 0 of 3, global batch 6 = 2 ranks x 3 rows, learning rate" in repr(trainer)
     report = None
     if profiled:
         report = overlap_report(trainer, steps=2, trace=directory / f"{strategy}-{rank}.json")
