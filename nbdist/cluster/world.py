@@ -210,7 +210,7 @@ class World(Mapping, Resizing):
     def apply(
         self, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] | str | None = None
     ) -> list[Any]:
-        """Call `fn(*args)`, of any kind, on ranks; return results in rank order, or RemoteCellError."""
+        """Call `fn(*args)` on ranks; return results in rank order. Raises RemoteCellError."""
         chosen = check_ranks(ranks, self.num_ranks)
         self._check_alive(chosen)
         return self._objects.apply(fn, args, chosen)

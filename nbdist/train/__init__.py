@@ -1,5 +1,6 @@
 """Sharded training (ranks): mesh, data, trainer, checkpoints; knows no notebook."""
 
+from nbdist.train.asynchronous import AsyncHistory, train_asynchronously
 from nbdist.train.communication import CommunicationConfig, WireCounter
 from nbdist.train.config import TrainConfig, next_token_loss
 from nbdist.train.data import TextData, build_tokenizer, shakespeare
@@ -11,6 +12,7 @@ from nbdist.train.mapdata import MapData
 from nbdist.train.mesh import MeshConfig, build_mesh
 from nbdist.train.metrics import StepRecord, TrainHistory
 from nbdist.train.models import DecoderConfig, DecoderLM, MixtureOfExperts
+from nbdist.train.overlap import OverlapReport, overlap_report
 from nbdist.train.parallelize import PipelineConfig, parallelize, schedule_grid
 from nbdist.train.pretrained import load_pretrained
 from nbdist.train.saving import CheckpointConfig
@@ -30,6 +32,8 @@ __all__ = [
     "parallelize",
     "CommunicationConfig",
     "WireCounter",
+    "overlap_report",
+    "OverlapReport",
     "scale_learning_rate",
     "PipelineConfig",
     "schedule_grid",
@@ -37,6 +41,8 @@ __all__ = [
     "Trainer",
     "TrainHistory",
     "StepRecord",
+    "train_asynchronously",
+    "AsyncHistory",
     "next_token_loss",
     "CheckpointConfig",
     "latest",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from nbdist.errors import CheckpointError, NoWorldError
 from nbdist.train import checkpoint
+from nbdist.train.learning_rate import batch_line
 from nbdist.train.manifest import set_aside, some, step_of
 from nbdist.train.rng import restore_rng, seed_rng
 
@@ -77,6 +78,8 @@ def begin(
     if told and dist.get_rank() == 0:
         text = f"training goes on from step {trainer.step}: {told}"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
+    if dist.get_rank() == 0:
+        _log.info("%s", batch_line(config, trainer.data_place[1]))
 
 
 def checkpoint_config(config: TrainConfig) -> CheckpointConfig:

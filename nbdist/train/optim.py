@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from nbdist.train.communication import OneBitAdamW, OneBitState, hook_state
+from nbdist.train.communication import LocalLink, OneBitAdamW, OneBitState, hook_state
 from nbdist.train.parallelize import applied_to, loss_context, own_tokens, whole
 
 if TYPE_CHECKING:
@@ -24,10 +24,12 @@ __all__ = ["build_optimizer", "clip_gradients", "gradient_norm", "validation_los
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """Return AdamW over a model's weights; weight decay on those with two or more dimensions.
 
-    For a model spread with `compression="onebit"` it is `OneBitAdamW`.
+    For a model spread with `compression="onebit"` it is `OneBitAdamW`; with `local_steps` the
+    steps are local.
 
     Raises:
-        ValueError: 1-bit Adam with a float16 loss scale, on which its ranks could not agree.
+        ValueError: 1-bit Adam or local steps with a float16 loss scale, on which the ranks could
+            not agree, or local steps with what needs equal ranks after each step.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -43,12 +45,36 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
                 'infinity in their own gradients only; set "bfloat16" or another compression'
             )
         return OneBitAdamW(filled, link, lr=config.learning_rate, betas=config.betas)
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         filled,
         lr=config.learning_rate,
         betas=config.betas,
         fused=True,
     )
+    if isinstance(link, LocalLink):
+        _check_local(link, config)
+        link.attach(optimizer)
+    return optimizer
+
+
+def _check_local(link: LocalLink, config: TrainConfig) -> None:
+    asked = f"local_steps={link.every} was asked for with"
+    if config.autocast_dtype == "float16":
+        raise ValueError(
+            f'{asked} autocast_dtype="float16", whose ranks see infinity in their own gradients '
+            'only and would leave out different steps; set "bfloat16"'
+        )
+    if config.checkpoint is not None or config.on_failure == "heal":
+        raise ValueError(
+            f"{asked} checkpoint={config.checkpoint} and on_failure={config.on_failure!r}, but a "
+            "rank's weights and AdamW state are its own between meetings; leave both out, and "
+            "save each rank's state_dict in a file of its own"
+        )
+    if config.num_steps % link.every:
+        raise ValueError(
+            f"{asked} num_steps={config.num_steps}: the run would end between two meetings, with "
+            f"different weights on the ranks; set num_steps to a multiple of {link.every}"
+        )
 
 
 def clip_gradients(

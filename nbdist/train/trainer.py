@@ -16,6 +16,7 @@ from nbdist.train.autosave import save_stopped, snapshot_of
 from nbdist.train.beginning import begin, restore_random_states
 from nbdist.train.flips import FlipCheck
 from nbdist.train.interrupt import StopRequest
+from nbdist.train.learning_rate import batch_line
 from nbdist.train.mesh import data_parallel_place
 from nbdist.train.metrics import ProgressLine, StepRecord, TrainHistory
 from nbdist.train.optim import build_optimizer, validation_loss
@@ -76,6 +77,10 @@ class Trainer:
         self.survival = Survival(self, data)
         self._dataset = data
         self.assemble(model, mesh_of(model, mesh))
+
+    def __repr__(self) -> str:
+        line = batch_line(self.config, self.data_place[1])
+        return f"Trainer(step {self.step} of {self.config.num_steps}, {line})"
 
     def assemble(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Build what belongs to one life of the process group; `step` and `history` stay."""
@@ -180,11 +185,7 @@ class Trainer:
         return None
 
     def resume(self) -> TrainHistory:
-        """Load the newest checkpoint and train on from it: `fit(resume=True)`.
-
-        With as many ranks as wrote it, the losses that follow equal, bit for bit, those of the
-        run that wrote it.
-        """
+        """Go on from the newest checkpoint, bit for bit on as many ranks: `fit(resume=True)`."""
         return self.fit(resume=True)
 
     def _train_step(self, stop: StopRequest) -> StepRecord:
@@ -277,11 +278,7 @@ class Trainer:
         return path
 
     def finish_saving(self) -> None:
-        """Wait until the save that runs in the background, if any, is complete.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Wait until the save that runs in the background is complete; raises CheckpointError."""
         self._saver.wait()
 
     def load(self, path: str | Path) -> None:

@@ -1,5 +1,7 @@
 """Compression, buckets and prefetch against plain DDP and FSDP."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from nbdist.train import (
     CommunicationConfig,
     DecoderConfig,
     DecoderLM,
+    MeshConfig,
     TextData,
     TrainConfig,
     Trainer,
@@ -101,11 +104,29 @@ def test_error_feedback_loses_nothing_of_what_was_to_be_sent():
 def _prefetched(rank):
     plain, _, weights, _ = _train("zero3")
     ahead, sent, others, _ = _train("zero3", prefetch=2)
-    return plain == ahead, torch.equal(weights, others), sent
+    return plain == ahead, torch.equal(weights, others), sent, _warned()
 
 
-def test_prefetch_changes_no_number():
-    for losses_equal, weights_equal, sent in run_ranks(_prefetched, 2):
+def _warned():
+    texts = []
+    config = DecoderConfig(
+        vocab_size=280, num_layers=2, hidden_size=32, context_length=12, tie_embeddings=False
+    )
+    for mesh in (MeshConfig(), MeshConfig(dp_shard=1, tp=2), MeshConfig(dp_shard=1, pp=2)):
+        model = DecoderLM(config)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            parallelize(model, build_mesh(mesh), communication=CommunicationConfig(prefetch=1))
+        texts.append([str(w.message) for w in caught if w.filename == __file__])
+    return texts
+
+
+def test_prefetch_changes_no_number_and_is_warned_of_where_it_has_no_effect():
+    for losses_equal, weights_equal, sent, texts in run_ranks(_prefetched, 2):
+        assert texts[0] == []
+        assert ["no effect" in text for [text] in texts[1:]] == [True, True]
+        assert "one data-parallel rank" in texts[1][0]
+        assert "pp=2" in texts[2][0]
         assert losses_equal
         assert weights_equal
         assert sent > 0

@@ -24,6 +24,11 @@ class CommunicationConfig:
             cost fewer calls. None takes DDP's 25. FSDP has one bucket a block.
         prefetch: blocks whose weights FSDP gathers ahead of the running one; None leaves it to
             FSDP: the next block in forward, none asked for in backward.
+        local_steps: for `strategy="ddp"`: steps that a rank takes alone, on gradients of its own
+            rows, between two meetings (local SGD, DiLoCo: see `LocalSGD`). None reduces
+            gradients in every step.
+        outer_learning_rate: with `local_steps`, of the step on the mean of the ranks' ways.
+        outer_momentum: with `local_steps`, of that step.
     """
 
     compression: Compression | None = None
@@ -31,6 +36,9 @@ class CommunicationConfig:
     powersgd_rank: int = 4
     bucket_megabytes: float | None = None
     prefetch: int | None = None
+    local_steps: int | None = None
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
 
     def __post_init__(self) -> None:
         if self.compression not in (None, "fp16", "powersgd", "onebit"):
@@ -44,10 +52,16 @@ class CommunicationConfig:
                 f"warmup_steps={self.warmup_steps} was asked for with compression="
                 f"{self.compression!r}, which needs plain gradients first; set warmup_steps >= 2"
             )
-        for name, lowest in (("powersgd_rank", 1), ("prefetch", 1)):
+        for name, lowest in (("powersgd_rank", 1), ("prefetch", 1), ("local_steps", 1)):
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ValueError(f"{name}={value} is below {lowest}; set {name} >= {lowest}")
+        if self.local_steps and (self.compression or self.bucket_megabytes):
+            raise ValueError(
+                f"local_steps={self.local_steps} was asked for with compression="
+                f"{self.compression!r} and bucket_megabytes={self.bucket_megabytes}, but then no "
+                "gradients travel; leave these two out"
+            )
         if self.bucket_megabytes is not None and not self.bucket_megabytes > 0:
             raise ValueError(
                 f"bucket_megabytes={self.bucket_megabytes} is not above 0; set it above 0, or None"
@@ -63,10 +77,10 @@ class CommunicationConfig:
         """Refuse what a strategy of `parallelize` cannot do.
 
         Raises:
-            ValueError: compression or buckets without DDP, or prefetch with it.
+            ValueError: compression, buckets or local steps without DDP, or prefetch with it.
         """
         ddp = strategy == "ddp"
-        wrong = ("prefetch",) if ddp else ("compression", "bucket_megabytes")
+        wrong = ("prefetch",) if ddp else ("compression", "bucket_megabytes", "local_steps")
         for name in wrong:
             value = getattr(self, name)
             if value is not None:

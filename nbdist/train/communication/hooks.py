@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+from nbdist.train.communication.local import LocalLink
+
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from nbdist.train.communication.config import CommunicationConfig
     from nbdist.train.communication.onebit import OneBitAdamW
 
-__all__ = ["OneBitState", "hook_state", "register_hook"]
+__all__ = ["OneBitState", "hook_state", "link_local_steps", "register_hook"]
 
 _states: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
 
@@ -64,9 +66,20 @@ def register_hook(model: DistributedDataParallel, config: CommunicationConfig) -
         model.register_comm_hook(group, hook)
 
 
-def hook_state(model: nn.Module) -> object | None:
-    """Return what a model's hook remembers: `OneBitState`, torch's `PowerSGDState` or None.
+def link_local_steps(
+    model: nn.Module, group: dist.ProcessGroup, config: CommunicationConfig
+) -> None:
+    """Note on a model without DDP that the steps of its optimizer are local; not collective."""
+    assert config.local_steps is not None, "asked for by the caller"
+    _states[model] = LocalLink(
+        group, config.local_steps, config.outer_learning_rate, config.outer_momentum
+    )
 
+
+def hook_state(model: nn.Module) -> object | None:
+    """Return what a model's hook remembers: `OneBitState`, `LocalLink`, torch's `PowerSGDState`.
+
+    None where there is nothing to remember.
     `PowerSGDState` can be pickled for a checkpoint; its errors belong to one rank.
     """
     return _states.get(model)

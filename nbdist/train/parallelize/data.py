@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from nbdist.train.communication import CommunicationConfig, register_hook
+from nbdist.train.communication import CommunicationConfig, link_local_steps, register_hook
 from nbdist.train.mesh import Axis, axis_size, data_parallel_mesh
 from nbdist.train.parallelize.record import Strategy, applied_to
 
@@ -67,21 +68,27 @@ def spread_data(
 ) -> nn.Module:
     """Return the model with its data-parallel axes at work; without sharding, in DDP."""
     if sharding is None:
-        wrapped = _ddp(model, data_parallel_mesh(mesh), communication)
+        axes = data_parallel_mesh(mesh)
+        if communication and communication.local_steps and axes is not None:
+            link_local_steps(model, _flat(axes).get_group(), communication)
+            return model
+        wrapped = _ddp(model, axes, communication)
         if communication and isinstance(wrapped, DistributedDataParallel):
             register_hook(wrapped, communication)
         return wrapped
     for module in (*blocks(model), model):  # inner first: the root takes what is left
         fully_shard(module, **sharding)
     if communication and communication.prefetch:
-        _prefetch(blocks(model), communication.prefetch)
+        _prefetch(blocks(model), communication.prefetch, on_cpu=mesh.device_type == "cpu")
     return model
 
 
-def _prefetch(layers: list[nn.Module], ahead: int) -> None:
+def _prefetch(layers: list[nn.Module], ahead: int, *, on_cpu: bool) -> None:
     """Let every block gather the weights of the `ahead` next ones, in forward and backward."""
     sharded: list[FSDPModule] = [layer for layer in layers if isinstance(layer, FSDPModule)]
     for index, layer in enumerate(sharded):
+        # without streams a gather that is not asynchronous holds its caller up
+        layer._set_unshard_async_op(on_cpu)
         layer.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + ahead])
         before = sharded[max(index - ahead, 0) : index]
         layer.set_modules_to_backward_prefetch(before[::-1])
@@ -103,13 +110,16 @@ def _ddp(
     bucket = config.bucket_megabytes or _BUCKET_MEGABYTES
     if config.compression == "powersgd":  # its rounds would wait for each other on gloo's threads
         bucket = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20 + 1
-    flat = axes if axes.ndim == 1 else axes._flatten("ddp")
     return DistributedDataParallel(
         model,
-        process_group=flat.get_group(),
+        process_group=_flat(axes).get_group(),
         bucket_cap_mb=bucket,
         gradient_as_bucket_view=True,
     )
+
+
+def _flat(axes: DeviceMesh) -> DeviceMesh:
+    return axes if axes.ndim == 1 else axes._flatten("ddp")
 
 
 def check_strategy(
@@ -125,6 +135,7 @@ def check_strategy(
         )
     if communication is not None:
         communication.check_strategy(strategy)
+        _warn_if_unused(communication, mesh)
     if strategy != "ddp":
         return
     others = {a: n for a in (Axis.TP, Axis.PP, Axis.EP, Axis.CP) if (n := axis_size(mesh, a)) > 1}
@@ -139,6 +150,23 @@ def check_strategy(
             f'strategy="ddp" was asked for with param_dtype={param_dtype}: DDP computes in the '
             'weights\' own dtype; set TrainConfig(autocast_dtype=...), or strategy="zero1"'
         )
+
+
+def _warn_if_unused(communication: CommunicationConfig, mesh: DeviceMesh) -> None:
+    if communication == CommunicationConfig():
+        return
+    pp = axis_size(mesh, Axis.PP)
+    if pp > 1:
+        reason = f"the mesh has pp={pp}, where a stage gathers its weights by itself"
+    elif all(axis_size(mesh, a) == 1 for a in (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.EP)):
+        reason = "the mesh has one data-parallel rank, which exchanges no gradients"
+    else:
+        return
+    warnings.warn(
+        f"{communication} was given, but {reason}: it has no effect; leave communication out, or "
+        "set dp_replicate or dp_shard",
+        stacklevel=5,  # the caller of `parallelize`
+    )
 
 
 def last_micro_batch(model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:

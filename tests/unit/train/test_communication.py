@@ -3,8 +3,9 @@
 import re
 
 import pytest
+import torch
 
-from nbdist.train.communication import CommunicationConfig, bytes_sent
+from nbdist.train.communication import CommunicationConfig, LocalSGD, bytes_sent
 
 
 @pytest.mark.parametrize(
@@ -14,6 +15,8 @@ from nbdist.train.communication import CommunicationConfig, bytes_sent
         ({"compression": "onebit", "warmup_steps": 1}, "warmup_steps=1 was asked for"),
         ({"prefetch": 0}, "prefetch=0 is below 1; set prefetch >= 1"),
         ({"bucket_megabytes": 0}, "bucket_megabytes=0 is not above 0"),
+        ({"local_steps": 0}, "local_steps=0 is below 1; set local_steps >= 1"),
+        ({"local_steps": 4, "compression": "fp16"}, "no gradients travel; leave these two out"),
         ({"compression": "powersgd", "bucket_megabytes": 1}, "hang with several buckets"),
     ],
 )
@@ -45,3 +48,9 @@ def test_bytes_of_a_ring_follow_the_number_of_ranks():
     assert bytes_sent("all_reduce", 1200, 1) == 0
     with pytest.raises(ValueError, match="bytes of 'gossip' were asked for; known are all_reduce"):
         bytes_sent("gossip", 1, 2)
+
+
+def test_local_steps_out_of_range_are_refused():
+    optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1)
+    with pytest.raises(ValueError, match="outer_momentum=1; set every >= 1"):
+        LocalSGD(optimizer, every=4, outer_momentum=1)
