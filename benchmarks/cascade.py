@@ -89,7 +89,7 @@ def text() -> tuple[Items, Items]:
     """Windows of bytes (N, S), and the next byte of each: to train on, and held out."""
     path = Path(nbdist.train.__file__).parent / "corpora" / "shakespeare.txt"
     tokens = torch.tensor(list(path.read_bytes()))
-    windows = tokens.unfold(0, CONTEXT + 1, 7)
+    windows = tokens.unfold(0, CONTEXT + 1, 2)
     cut = len(windows) * 9 // 10
     shuffled = torch.randperm(len(windows) - cut, generator=torch.Generator().manual_seed(2))
     held_out = windows[cut:][shuffled]
@@ -163,6 +163,8 @@ def cascaded(
 def compare(name: str, models: tuple[nn.Module, nn.Module], held_out: Items, count: int) -> None:
     small, large = models
     items, labels = held_out
+    if len(items) < HELD_OUT + count:
+        raise SystemExit(f"--questions {count}: {len(items) - HELD_OUT} items are left; ask fewer")
     centre = Centre(large, small, items[:HELD_OUT], labels[:HELD_OUT])
     questions = items[HELD_OUT : HELD_OUT + count]
     answers = labels[HELD_OUT : HELD_OUT + count]
