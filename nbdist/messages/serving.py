@@ -139,12 +139,18 @@ class ModelServed(Message):
 
 @message("generate")
 class GenerateRequest(Message):
-    """Client to rank: continue `prompt`."""
+    """Client to rank: continue `prompt`.
+
+    Attributes:
+        timeout_seconds: the request ends this long after it came, with reason `timeout`; None is
+            never. A duration, because the clocks of two machines differ.
+    """
 
     request_id: str
     model: str
     prompt: str
     sampling: Sampling = field(default_factory=Sampling)
+    timeout_seconds: float | None = None
 
 
 @message("cancel")
@@ -161,9 +167,9 @@ class TokenEvent(Message):
     Attributes:
         index: number of tokens generated so far, this event's included.
         text: the text added since the last event; may be empty inside a multi-byte character.
-        finish_reason: None, or how the request ended: `stop`, `length`, `cancelled`, `error`.
-            Exactly one event of a request has it, and it is the last.
-        detail: for `error`, what was wrong with the request and what to do; for `length`, when
+        finish_reason: None, or how the request ended: `stop`, `length`, `cancelled`, `timeout`,
+            `overloaded`, `error`. Exactly one event of a request has it, and it is the last.
+        detail: for a bad ending, what was wrong with the request and what to do; for `length`, when
             the model's context was full before `max_new_tokens` were made.
         batch_size: rows that ran in the same step.
         logprobs: of the new tokens, when they were asked for.

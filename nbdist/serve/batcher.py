@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nbdist.errors import Overloaded
 from nbdist.messages import GenerateRequest, TokenEvent
 from nbdist.serve.engine import EngineRequest
-from nbdist.serve.request import check_prompt, check_sampling, room_of
+from nbdist.serve.request import check_prompt, check_sampling, check_timeout, room_of
 from nbdist.serve.text import TextStream
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class _Row:
     request: EngineRequest
     text: TextStream
     cut: bool
+    deadline: float | None
     num_tokens: int = 0
     batch_size: int = 1
 
@@ -49,6 +51,7 @@ class Batcher:
         emit: takes the events; must not block.
         end_token_id: ends an answer and is not part of it; None for none.
         rank: named in the events.
+        clock: monotonic seconds, for the deadlines.
     """
 
     def __init__(
@@ -59,12 +62,14 @@ class Batcher:
         emit: Callable[[TokenEvent], None],
         end_token_id: int | None = None,
         rank: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         self._tokenizer = tokenizer
         self._emit = emit
         self._end_token_id = end_token_id
         self._rank = rank
+        self._clock = clock
         self._rows: dict[str, _Row] = {}
 
     @property
@@ -74,10 +79,16 @@ class Batcher:
 
     def wait_seconds(self) -> float | None:
         """How long there is nothing to do: None until a request comes."""
-        return self.engine.wait_seconds()
+        waits = [self.engine.wait_seconds()]
+        if deadlines := [row.deadline for row in self._rows.values() if row.deadline is not None]:
+            waits.append(max(0.0, min(deadlines) - self._clock()))
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def submit(self, request: GenerateRequest) -> None:
-        """Take a request; one that cannot run ends at once, alone, with reason `error`."""
+        """Take a request; one that cannot run ends at once, alone.
+
+        Its reason is `overloaded` when too many wait, and `error` otherwise.
+        """
         if request.request_id in self._rows:
             _log.warning("request %s was sent twice; it runs once", request.request_id)
             return
@@ -85,7 +96,8 @@ class Batcher:
             row = self._row(request)
             self.engine.submit(row.request)
         except (ValueError, Overloaded) as error:
-            self._emit(self._event(request.request_id, finish_reason="error", detail=str(error)))
+            reason = "overloaded" if isinstance(error, Overloaded) else "error"
+            self._emit(self._event(request.request_id, finish_reason=reason, detail=str(error)))
         except Exception as error:  # noqa: BLE001 - becomes the request's ending
             _log.exception("request %s was refused", request.request_id)
             detail = f"the request could not be read: {_named(error)}; check prompt and sampling"
@@ -103,7 +115,8 @@ class Batcher:
             self._end(request_id, finish_reason, detail)
 
     def step(self) -> None:
-        """Let the engine do one step, and send on what it made."""
+        """End what is out of time, let the engine do one step, and send on what it made."""
+        self._end_overdue()
         for output in self.engine.step():
             row = self._rows.get(output.request_id)
             if row is None:
@@ -118,6 +131,14 @@ class Batcher:
     def close(self) -> None:
         """Give back what the engine holds."""
         self.engine.close()
+
+    def _end_overdue(self) -> None:
+        now = self._clock()
+        for request_id, row in list(self._rows.items()):
+            if row.deadline is not None and row.deadline <= now:
+                made = f"it has {row.num_tokens} tokens"
+                detail = f"the request's time is over, and {made}; give a larger timeout_seconds"
+                self._end(request_id, "timeout", detail)
 
     def _accept(self, row: _Row, output: TokenOutput) -> None:
         request_id = row.request.request_id
@@ -160,7 +181,7 @@ class Batcher:
         if row is None:
             return
         self.engine.cancel(request_id)
-        if finish_reason == "cancelled":
+        if finish_reason in ("cancelled", "timeout"):
             text = row.text.flush()
         self._emit(
             self._event(
@@ -175,6 +196,7 @@ class Batcher:
 
     def _row(self, request: GenerateRequest) -> _Row:
         check_sampling(request.sampling)
+        check_timeout(request.timeout_seconds)
         prompt_ids = list(self._tokenizer.encode(request.prompt).ids)
         check_prompt(prompt_ids, self.engine.limits)
         wanted = EngineRequest(
@@ -187,6 +209,9 @@ class Batcher:
             request=wanted,
             text=TextStream(self._tokenizer, prompt_ids, request.sampling.stop),
             cut=room_of(wanted, self.engine.limits) < request.sampling.max_new_tokens,
+            deadline=(
+                None if request.timeout_seconds is None else self._clock() + request.timeout_seconds
+            ),
         )
 
     def _event(

@@ -17,7 +17,10 @@ __all__ = ["FinishReason", "Generation"]
 
 _log = logging.getLogger(__name__)
 
-FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error", "replica_lost"]
+FinishReason: TypeAlias = Literal[
+    "stop", "length", "cancelled", "timeout", "overloaded", "replica_lost", "error"
+]
+_RAISED = ("overloaded", "replica_lost", "error")  # endings without an answer
 EventHandler: TypeAlias = Callable[["Generation"], None]
 
 
@@ -31,6 +34,7 @@ class Generation:
         prompt: what is continued.
         sampling: how tokens are chosen.
         request_id: its name; unique.
+        timeout_seconds: how long it may take from `submit`; None for as long as it takes.
     """
 
     def __init__(
@@ -40,14 +44,18 @@ class Generation:
         sampling: Sampling,
         *,
         cancel: Callable[[Generation], None],
+        timeout_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.sampling = sampling
+        self.timeout_seconds = timeout_seconds
         self._cancel = cancel
         self._clock = clock
         self._changed = threading.Condition()
+        # held while handlers are told, so that each of them sees the ending exactly once
+        self._telling = threading.RLock()
         self._handlers: list[EventHandler] = []
         self._pieces: list[str] = []
         self._logprobs: list[TokenLogprob] = []
@@ -68,7 +76,7 @@ class Generation:
         """Yield new text as it arrives, from the start.
 
         Raises:
-            ServeError: the request ended by `error` or `replica_lost`.
+            ServeError: the request ended by `overloaded`, `error` or `replica_lost`.
         """
         seen = 0
         while True:
@@ -91,12 +99,12 @@ class Generation:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None while it runs, then `stop`, `length`, `cancelled`, `error` or `replica_lost`."""
+        """None while it runs, then one of `FinishReason`; set once."""
         return self._finish_reason
 
     @property
     def detail(self) -> str:
-        """What the ending says: for `error`, what was wrong and what to do."""
+        """What the ending says: for a bad one, what was wrong and what to do."""
         return self._detail
 
     @property
@@ -140,7 +148,7 @@ class Generation:
         """Wait for the ending and return the text.
 
         Raises:
-            ServeError: the request ended by `error` or `replica_lost`.
+            ServeError: the request ended by `overloaded`, `error` or `replica_lost`.
             TimeoutError: it has not ended in this time; it goes on, `cancel` ends it.
         """
         if not self.wait(timeout_seconds):
@@ -162,6 +170,13 @@ class Generation:
             self.cancel()
             raise
 
+    def remaining_seconds(self, grace_seconds: float = 0.0) -> float | None:
+        """Return the time that is left to it, at least 0; None without `timeout_seconds`."""
+        if self.timeout_seconds is None:
+            return None
+        end = self._started_at + self.timeout_seconds + grace_seconds
+        return max(0.0, end - self._clock())
+
     def cancel(self) -> None:
         """End the request at the replica's next step; nothing happens when it has ended."""
         if self._finish_reason is None:
@@ -177,7 +192,8 @@ class Generation:
     def on_event(self, handler: EventHandler) -> None:
         """Call `handler(generation)` after each event, and at once when it has ended already.
 
-        The handler runs on the client's link thread: it must return at once, and not print.
+        It is called exactly once with the ending, by one of the client's threads: it must return
+        at once, and not print.
         """
         with self._changed:
             ended = self._finish_reason is not None
@@ -192,9 +208,17 @@ class Generation:
 
     def apply(self, event: TokenEvent) -> None:
         """Take an event of the replica (for the router)."""
+        with self._telling:
+            if self._taken(event):
+                self._tell(ended=False)
+            if event.finish_reason is not None:
+                self.end(event.finish_reason, event.detail)  # type: ignore[arg-type]
+
+    def _taken(self, event: TokenEvent) -> bool:
+        """Note what an event brings; whether the handlers are to be told of it now."""
         with self._changed:
             if self._finish_reason is not None:
-                return
+                return False
             self._last_at = self._clock()
             if event.index > 0 and self._first_at is None:
                 self._first_at = self._last_at
@@ -202,26 +226,26 @@ class Generation:
             self._logprobs.extend(event.logprobs)
             if event.text:
                 self._pieces.append(event.text)
-        if event.finish_reason is None:
-            self._notify()
-        else:
-            self.end(event.finish_reason, event.detail)  # type: ignore[arg-type]
+        return event.finish_reason is None
 
     def end(self, finish_reason: FinishReason, detail: str = "") -> None:
         """Set the ending, unless there is one (for the router)."""
-        with self._changed:
-            if self._finish_reason is not None:
-                return
-            self._detail = detail
-            self._finish_reason = finish_reason
-            self._last_at = self._clock()
-        self._notify()
+        with self._telling:
+            with self._changed:
+                if self._finish_reason is not None:
+                    return
+                self._detail = detail
+                self._finish_reason = finish_reason
+                self._last_at = self._clock()
+            self._tell(ended=True)
 
-    def _notify(self) -> None:
+    def _tell(self, *, ended: bool) -> None:
         with self._changed:
             self._changed.notify_all()
             handlers = list(self._handlers)
         for handler in handlers:
+            if not ended and self._finish_reason is not None:
+                return  # a handler ended it, and all have been told
             try:
                 handler(self)
             except Exception:  # noqa: BLE001 - a handler's fault must not end the link thread
@@ -241,5 +265,5 @@ class Generation:
             raise
 
     def _check(self) -> None:
-        if self._finish_reason in ("error", "replica_lost"):
+        if self._finish_reason in _RAISED:
             raise ServeError(f"the request ended by `{self._finish_reason}`: {self._detail}")

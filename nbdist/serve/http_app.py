@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["make_app"]
 
-_BAD_ENDINGS = ("error", "replica_lost", "cancelled")
+_BAD_ENDINGS = ("cancelled", "timeout", "overloaded", "replica_lost", "error")
 
 
 def make_app(router: Router, *, token: str | None, render: Callable[[Turns], str]) -> FastAPI:
@@ -250,6 +250,10 @@ def _error(status: int, text: str, kind: str, headers: dict[str, str] | None = N
 
 
 def _failed(generation: Generation) -> Response:
+    if generation.finish_reason == "overloaded":
+        return _error(429, _why(generation), "rate_limit_error", {"Retry-After": "1"})
+    if generation.finish_reason == "timeout":
+        return _error(504, _why(generation), "timeout_error")
     # what cannot run is refused before its first token; later the fault is ours
     if generation.finish_reason == "error" and not generation.num_tokens:
         return _error(400, _why(generation), "invalid_request_error")

@@ -11,7 +11,7 @@ from nbdist.messages import Sampling
 if TYPE_CHECKING:
     from nbdist.serve.engine import EngineLimits, EngineRequest
 
-__all__ = ["check_prompt", "check_sampling", "room_of", "sampling_of"]
+__all__ = ["check_prompt", "check_sampling", "check_timeout", "room_of", "sampling_of"]
 
 _MAX_STOPS = 16
 _MAX_LOGPROBS = 20
@@ -66,6 +66,20 @@ def check_sampling(sampling: Sampling) -> None:
         raise ValueError(
             f"stop={s.stop!r} is not a list of at most {_MAX_STOPS} non-empty texts; "
             "give texts such as stop=('\\n\\n',)"
+        )
+
+
+def check_timeout(timeout_seconds: float | None) -> None:
+    """Check how long a request may take; it may come from the wire.
+
+    Raises:
+        ValueError: it is neither None nor a finite number of at least 0.
+    """
+    given = timeout_seconds
+    if given is not None and (not _is_number(given) or not 0 <= given < math.inf):
+        raise ValueError(
+            f"timeout_seconds={given!r} is not a finite number of at least 0; set one, or None to "
+            "wait as long as it takes"
         )
 
 

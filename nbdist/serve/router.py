@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import Overloaded, RankLostError, ServeError
@@ -19,9 +18,11 @@ from nbdist.messages import (
     TokenEvent,
     Unhandled,
 )
-from nbdist.serve.balance import Balance, nobody_serves
+from nbdist.serve.deadlines import DeadlineWatch
 from nbdist.serve.generation import Generation
-from nbdist.serve.request import sampling_of
+from nbdist.serve.ledger import Ledger, Sent
+from nbdist.serve.request import check_timeout, sampling_of
+from nbdist.serve.roster import Roster
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,16 +30,6 @@ if TYPE_CHECKING:
     from nbdist.serve.ports import RanksPort
 
 __all__ = ["Router"]
-
-
-@dataclass(slots=True)
-class _Sent:
-    """A request that has not ended: who waits for it, and where it runs."""
-
-    generation: Generation
-    rank: int
-    retried: bool = False
-    cancelled: bool = False
 
 
 class Router:
@@ -49,7 +40,7 @@ class Router:
         model: the name given to `serve`.
         query_seconds: how long to wait for the ranks to say what they serve.
         max_waiting: most requests a replica has from this router beyond its `max_batch`.
-        clock: monotonic seconds, for the numbers of a `Generation`.
+        clock: monotonic seconds, for the numbers of a `Generation` and its deadline.
 
     Raises:
         ServeError: no rank serves a model of this name.
@@ -68,11 +59,14 @@ class Router:
         self._ranks = ranks
         self._clock = clock
         self._changed = threading.Condition(threading.RLock())
-        self._replicas = Balance(max_waiting)
-        self._silent: set[int] = set()
-        self._sent: dict[str, _Sent] = {}
+        self._roster = Roster(
+            ranks, model, max_waiting=max_waiting, changed=self._changed, on_lost=self._lose
+        )
+        self._sent = Ledger(self._changed, self._roster.books)
+        self._closed = False
+        self._deadlines = DeadlineWatch(self.end_overdue, f"nbdist-deadlines-{model}")
         self._unsubscribe = [
-            ranks.subscribe(ModelServed, self._on_served),
+            ranks.subscribe(ModelServed, self._roster.on_served),
             ranks.subscribe(TokenEvent, self._on_token),
             ranks.subscribe(Unhandled, self._on_unhandled),
         ]
@@ -83,13 +77,13 @@ class Router:
             raise
 
     def __repr__(self) -> str:
-        return f"Router(model={self.model!r}, outstanding by rank={self._replicas.outstanding})"
+        return f"Router(model={self.model!r}, outstanding={self._roster.books.outstanding})"
 
     @property
     def replicas(self) -> dict[int, ModelServed]:
         """What each serving rank said of its replica."""
         with self._changed:
-            return self._replicas.served
+            return self._roster.books.served
 
     @property
     def num_outstanding(self) -> int:
@@ -104,18 +98,7 @@ class Router:
         Raises:
             ServeError: no rank serves the model.
         """
-        query = ServeQuery(query_id=uuid.uuid4().hex)
-        with self._changed:
-            self._silent = set(range(self._ranks.num_ranks))
-        for rank in range(self._ranks.num_ranks):
-            try:
-                self._ranks.post(rank, query)
-            except RankLostError:
-                self._lose(rank, f"rank {rank} was lost")
-        with self._changed:
-            self._changed.wait_for(lambda: not self._silent, query_seconds)
-            if not self._replicas:
-                raise ServeError(nobody_serves(self.model, self._ranks.num_ranks))
+        self._roster.refresh(query_seconds)
 
     def stats(self) -> dict[int, EngineStats]:
         """Ask what the engine of each replica is doing; see `refresh`."""
@@ -128,22 +111,21 @@ class Router:
         Returns:
             whether it is done; `drain` again to go on waiting, `undrain` to use it again.
         """
-        with self._changed:
-            self._replicas.drain(rank)
-            return self._changed.wait_for(
-                lambda: not self._replicas.outstanding.get(rank), timeout_seconds
-            )
+        return self._roster.drain(rank, timeout_seconds)
 
     def undrain(self, rank: int) -> None:
         """Send a drained replica requests again."""
-        with self._changed:
-            self._replicas.undrain(rank)
+        self._roster.undrain(rank)
 
-    def submit(self, prompt: str, **sampling: Any) -> Generation:
+    def submit(
+        self, prompt: str, *, timeout_seconds: float | None = None, **sampling: Any
+    ) -> Generation:
         """Send a prompt to the replica with the least unfinished work; never blocks.
 
         Args:
             prompt: text to continue.
+            timeout_seconds: the request ends after it with reason `timeout`, keeping its text;
+                None lets it take as long as it takes.
             **sampling: fields of `Sampling`: max_new_tokens, temperature, top_k, top_p, seed, stop.
 
         Raises:
@@ -152,10 +134,18 @@ class Router:
             ServeError: no replica is left.
         """
         chosen = sampling_of(sampling)
+        check_timeout(timeout_seconds)
         generation = Generation(
-            uuid.uuid4().hex, prompt, chosen, cancel=self._cancel, clock=self._clock
+            uuid.uuid4().hex,
+            prompt,
+            chosen,
+            cancel=self._cancel,
+            timeout_seconds=timeout_seconds,
+            clock=self._clock,
         )
         self._place(generation)
+        if timeout_seconds is not None:
+            self._deadlines.wake()
         return generation
 
     def generate(self, prompts: str | list[str], **sampling: Any) -> list[Generation]:
@@ -177,15 +167,28 @@ class Router:
             raise
         return made
 
+    def end_overdue(self) -> float | None:
+        """End what a rank should have ended a second ago; returns the seconds to the next one.
+
+        A thread of the router calls it in time.
+        """
+        late, next_seconds = self._sent.overdue()
+        while late:  # again: a loss noticed here may have moved some to another rank
+            for sent in late:
+                self._end_hung(sent)
+            late, next_seconds = self._sent.overdue()
+        return next_seconds
+
     def close(self) -> None:
         """End what is running as `cancelled` and listen no more."""
         while self._unsubscribe:
             self._unsubscribe.pop()()
+        self._deadlines.close()
         with self._changed:
-            left = list(self._sent.values())
-        for sent in left:
+            self._closed = True  # nothing is placed from here on, so all that is sent is ended
+        for sent in self._sent.all():
             self._cancel(sent.generation)
-            if self._forget(sent.generation.request_id, sent.rank):
+            if self._sent.forget(sent.generation.request_id, sent.rank):
                 sent.generation.end("cancelled", "the router was closed")
 
     def _submit_waiting(self, prompt: str, sampling: dict[str, Any]) -> Generation:
@@ -195,7 +198,7 @@ class Router:
                 return self.submit(prompt, **sampling)
             except Overloaded:
                 with self._changed:
-                    while len(self._sent) >= before:
+                    while self.num_outstanding >= before:
                         self._changed.wait()
 
     def _place(self, generation: Generation, *, retried: bool = False) -> None:
@@ -205,18 +208,20 @@ class Router:
             model=self.model,
             prompt=generation.prompt,
             sampling=generation.sampling,
+            timeout_seconds=generation.remaining_seconds(),
         )
         while True:
             with self._changed:
-                if not self._replicas:
-                    raise ServeError(nobody_serves(self.model, self._ranks.num_ranks))
-                rank = self._replicas.assign(request)
-                self._sent[request.request_id] = _Sent(generation, rank, retried)
+                if self._closed:
+                    raise ServeError("the router is closed; make a new one: `Router(world)`")
+                self._roster.check()
+                rank = self._roster.books.assign(request)
+                self._sent.add(Sent(generation, rank, retried))
             generation.place(rank)
             try:
                 self._ranks.post(rank, request)
             except RankLostError:
-                taken_back = self._forget(request.request_id, rank)
+                taken_back = self._sent.forget(request.request_id, rank)
                 self._lose(rank, f"rank {rank} was lost")
                 if taken_back is None:
                     return  # the loss was noticed elsewhere, and the request moved or ended
@@ -229,29 +234,25 @@ class Router:
             if sent is None:
                 return
             sent.cancelled = True
+        self._post_cancel(generation.request_id, sent.rank)
+
+    def _post_cancel(self, request_id: str, rank: int) -> None:
         try:
-            self._ranks.post(sent.rank, CancelRequest(request_id=generation.request_id))
+            self._ranks.post(rank, CancelRequest(request_id=request_id))
         except RankLostError:
-            self._lose(sent.rank, f"rank {sent.rank} was lost")
+            self._lose(rank, f"rank {rank} was lost")
 
-    def _forget(self, request_id: str, rank: int) -> _Sent | None:
-        """Take a request of this rank out of the books; None when it is not there any more."""
-        with self._changed:
-            sent = self._sent.get(request_id)
-            if sent is None or sent.rank != rank:
-                return None
-            del self._sent[request_id]
-            self._replicas.release(rank, request_id)
-            self._changed.notify_all()
-            return sent
-
-    def _on_served(self, rank: int, event: Message) -> None:
-        if not isinstance(event, ModelServed) or event.model != self.model:
+    def _end_hung(self, sent: Sent) -> None:
+        """End a request without its rank, and tell the rank, should it wake up."""
+        generation, rank = sent.generation, sent.rank
+        if self._sent.forget(generation.request_id, rank) is None:
             return
-        with self._changed:
-            self._replicas.add(rank, event)
-            self._silent.discard(rank)
-            self._changed.notify_all()
+        detail = (
+            f"rank {rank} did not end the request {generation.timeout_seconds} s after it was "
+            "sent; `%distributed status` shows whether the rank hangs"
+        )
+        generation.end("timeout", detail)
+        self._post_cancel(generation.request_id, rank)
 
     def _on_token(self, rank: int, event: Message) -> None:
         if not isinstance(event, TokenEvent):
@@ -261,7 +262,7 @@ class Router:
             if sent is None or sent.rank != rank:
                 return  # ended before, of another router, or retried elsewhere
             if event.finish_reason is not None:
-                self._forget(event.request_id, rank)
+                self._sent.forget(event.request_id, rank)
         sent.generation.apply(event)
 
     def _on_unhandled(self, rank: int, event: Message) -> None:
@@ -275,16 +276,12 @@ class Router:
     def _lose(self, rank: int, what: str) -> None:
         """Retry once what a rank has not answered yet; end the rest as `replica_lost`."""
         with self._changed:
-            self._silent.discard(rank)
-            self._replicas.remove(rank)
-            lost = [sent for sent in self._sent.values() if sent.rank == rank]
-            for sent in lost:
-                del self._sent[sent.generation.request_id]
-            self._changed.notify_all()
+            self._roster.remove(rank)
+            lost = self._sent.forget_rank(rank)
         for sent in lost:
             self._retry(sent, what)
 
-    def _retry(self, sent: _Sent, what: str) -> None:
+    def _retry(self, sent: Sent, what: str) -> None:
         generation = sent.generation
         again = "send it again; `%distributed status` shows the ranks that are left"
         if sent.cancelled:

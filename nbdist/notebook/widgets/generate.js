@@ -8,6 +8,8 @@ const STATES = {
   stop: ["\u2714", "done"],
   length: ["\u2714", "done (length)"],
   cancelled: ["\u25A0", "stopped"],
+  timeout: ["\u25A0", "out of time"],
+  overloaded: ["\u2716", "too many requests"],
   error: ["\u2716", "error"],
   replica_lost: ["\u2716", "rank lost"],
 };

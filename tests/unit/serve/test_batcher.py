@@ -11,6 +11,7 @@ import torch
 from nbdist.messages import GenerateRequest, Sampling
 from nbdist.serve.batcher import Batcher
 from nbdist.serve.native import NativeEngine
+from nbdist.testing import ManualClock
 
 
 class Bench:
@@ -19,17 +20,25 @@ class Bench:
     def __init__(self, model, tokenizer, **options) -> None:
         self.events = defaultdict(list)
         end_token_id = options.pop("end_token_id", 0)
+        self.clock = ManualClock()
         self.batcher = Batcher(
             NativeEngine(model, **options),
             tokenizer,
             emit=lambda event: self.events[event.request_id].append(event),
             end_token_id=end_token_id,
+            clock=self.clock,
         )
 
-    def submit(self, request_id: str, prompt: str, **sampling) -> None:
+    def submit(self, request_id: str, prompt: str, timeout_seconds=None, **sampling) -> None:
         chosen = Sampling(**{"temperature": 0.0, "max_new_tokens": 12, **sampling})
         self.batcher.submit(
-            GenerateRequest(request_id=request_id, model="m", prompt=prompt, sampling=chosen)
+            GenerateRequest(
+                request_id=request_id,
+                model="m",
+                prompt=prompt,
+                sampling=chosen,
+                timeout_seconds=timeout_seconds,
+            )
         )
 
     def run(self) -> None:
@@ -245,7 +254,7 @@ def test_batcher_above_its_limit_refuses_the_rest_with_the_limit(model, tokenize
     bench.run()
 
     reasons = Counter(bench.ending(f"r{number}").finish_reason for number in range(8))
-    assert reasons == {"length": 5, "error": 3}
+    assert reasons == {"length": 5, "overloaded": 3}
     assert "max_waiting=3" in bench.ending("r7").detail
 
 
@@ -268,3 +277,28 @@ def test_batcher_end_all_ends_each_once(bench):
     assert {bench.ending(name).detail for name in "abc"} == {"version 2 took over"}
     assert bench.batcher.num_requests == 0
     assert bench.batcher.wait_seconds() is None
+
+
+def test_batcher_ends_a_request_at_its_deadline_and_keeps_its_text(bench, greedy):
+    bench.submit("late", "the quick", timeout_seconds=2.0, max_new_tokens=40)
+    bench.submit("free", "the quick", max_new_tokens=40)
+    for _ in range(4):
+        bench.batcher.step()
+    bench.clock.advance(2.0)
+    bench.batcher.step()
+
+    assert bench.ending("late").finish_reason == "timeout"
+    assert "time is over, and it has 4 tokens" in bench.ending("late").detail
+    assert bench.text("late") == greedy.text("the quick", 4)
+    bench.run()
+    assert bench.text("free") == greedy.text("the quick", 40)
+
+
+def test_batcher_waits_no_longer_than_the_nearest_deadline(model, tokenizer):
+    bench = Bench(model, tokenizer, window_seconds=60.0, clock=ManualClock())
+    assert bench.batcher.wait_seconds() is None
+    bench.submit("a", "fox", timeout_seconds=5.0)
+    bench.submit("b", "fox", timeout_seconds=3.0)
+    bench.clock.advance(1.0)
+
+    assert bench.batcher.wait_seconds() == 2.0

@@ -225,7 +225,7 @@ def test_client_that_waits_no_longer_ends_its_request(fake, fake_server):
 def test_burst_beyond_the_queue_gets_429_and_when_to_come_back(fake, one_rank):
     server = serve_http(one_rank, token=None)
     router = server._router
-    router._replicas._max_waiting = 0
+    router._roster.books._max_waiting = 0
     first = threading.Thread(
         target=httpx.post,
         args=(f"{server.url}/completions",),

@@ -110,6 +110,30 @@ def test_replica_stop_frees_its_thread_and_weights_and_unhooks_the_rank(model, t
         Router(one_rank)
 
 
+def tensor_bytes() -> int:
+    """Bytes of all tensors that are alive, each storage once."""
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def test_five_times_served_and_stopped_leaves_no_more_memory_in_use(model, tokenizer, one_rank):
+    before, served, left = tensor_bytes(), [], []
+    for _ in range(5):
+        replica = serve(model, tokenizer, port=one_rank.ports[0])
+        router = Router(one_rank)
+        router.submit("fox", **GREEDY).result(20)
+        served.append(tensor_bytes() - before)
+        router.close()
+        replica.stop()
+        left.append(tensor_bytes() - before)
+
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert min(served) > weights  # the copy and its cache were there
+    assert left == [0] * 5
+
+
 def test_two_models_on_a_rank_answer_by_name(model, tokenizer, one_rank):
     heard = []
     one_rank.subscribe(ModelServed, lambda _, event: heard.append((event.model, event.query_id)))

@@ -425,3 +425,31 @@ def test_router_stats_tell_what_each_engine_holds(router):
     assert sum(one.num_steps for one in stats.values()) > 0
     for generation in running:
         generation.cancel()
+
+
+def test_request_on_a_rank_that_hangs_ends_by_timeout_at_the_client(ranks, fakes):
+    generation = Router(ranks).submit("fox", timeout_seconds=0.0)
+
+    assert generation.wait(20)
+    assert generation.finish_reason == "timeout"
+    assert "rank 0 did not end the request 0.0 s after it was sent" in generation.detail
+    assert generation.result() == ""
+    assert fakes[0].cancelled == [generation.request_id]
+
+
+def test_request_with_a_timeout_that_is_no_time_reaches_no_rank(ranks, fakes):
+    with pytest.raises(ValueError, match=r"timeout_seconds=-1 is not a finite number"):
+        Router(ranks).submit("fox", timeout_seconds=-1)
+
+    assert fakes[0].requests == []
+
+
+def test_request_sent_to_another_rank_has_what_is_left_of_its_time(ranks, fakes):
+    clock = ManualClock()
+    router = Router(ranks, clock=clock)
+    router.submit("fox", timeout_seconds=5.0)
+    clock.advance(2.0)
+    ranks.lose(0)
+    flush(ranks)
+
+    assert [r.timeout_seconds for r in fakes[1].requests] == [3.0]
