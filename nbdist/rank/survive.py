@@ -30,8 +30,10 @@ __all__ = ["Survivor", "begin", "go_on", "rejoining"]
 
 log = logging.getLogger(__name__)
 
-# gloo sees a death before the client does; the client's word comes within milliseconds.
+# gloo sees a death before the client does, whose word comes within milliseconds on an idle machine.
 PATIENCE_SECONDS = 5.0
+# An error that no backend has raised is most likely the user's own, and not to be held back.
+BRIEF_SECONDS = 0.3
 TICK_SECONDS = 0.05
 
 _survivor: Survivor | None = None
@@ -99,7 +101,8 @@ class Survivor:
     def wait_for_group(self, error: BaseException) -> None:
         """See `SurvivalPort`."""
         self._freed_at = self._freed_at or time.time()
-        deadline: float | None = time.monotonic() + PATIENCE_SECONDS
+        patience = PATIENCE_SECONDS if _is_of_a_backend(error) else BRIEF_SECONDS
+        deadline: float | None = time.monotonic() + patience
         while True:
             try:
                 message = self._inbox.get(timeout=TICK_SECONDS)
@@ -177,6 +180,13 @@ class Survivor:
     def _drain(self) -> None:
         while not self._inbox.empty():
             self._inbox.get()
+
+
+def _is_of_a_backend(error: BaseException) -> bool:
+    """Return whether a collective may have failed: a user's error holds none of these words."""
+    causes = [error, error.__cause__, error.__context__]
+    texts = [f"{type(cause).__name__} {cause}" for cause in causes if cause is not None]
+    return any(word in text for text in texts for word in ("gloo", "NCCL", "Dist"))
 
 
 @contextmanager

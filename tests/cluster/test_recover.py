@@ -143,11 +143,11 @@ def test_a_notebook_says_what_has_happened(healing, tmp_path):
     assert notes[-1].ranks == (1,)
 
 
-def test_a_rank_that_raises_ends_the_cell_at_once(healing, tmp_path):
-    del tmp_path
+@pytest.mark.parametrize("kind", ["OSError", "RuntimeError"])
+def test_a_rank_that_raises_ends_the_cell_at_once(healing, kind):
     healing.run(
         "trainer = build()\nbatch = trainer.data.batch\n"
-        "def bad(step):\n    if rank == 1 and step == 3: raise OSError('no file')\n"
+        f"def bad(step):\n    if rank == 1 and step == 3: raise {kind}('no file')\n"
         "    return batch(step)\nobject.__setattr__(trainer, 'data', type('D', (), {'batch': "
         "staticmethod(bad), 'num_validation_batches': 0})())"
     )
