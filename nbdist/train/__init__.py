@@ -4,6 +4,7 @@ from nbdist.train.asynchronous import AsyncHistory, train_asynchronously
 from nbdist.train.communication import CommunicationConfig, WireCounter
 from nbdist.train.config import TrainConfig, next_token_loss
 from nbdist.train.data import TextData, build_tokenizer, shakespeare
+from nbdist.train.empty import empty_weights
 from nbdist.train.export import export
 from nbdist.train.hosts import rank0_first
 from nbdist.train.learning_rate import scale_learning_rate
@@ -48,6 +49,7 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "verify",
+    "empty_weights",
     "export",
     "load_pretrained",
 ]

@@ -110,7 +110,7 @@ def train_asynchronously(model: nn.Module, data: TrainData, config: TrainConfig)
         ValueError: one rank alone, or an option that this way does not have.
     """
     _check(config)
-    check_materialized(model)
+    check_materialized(model, may_be_empty=False)
     agree(model)
     seed_rng(config.seed, 0, dist.get_rank())
     model.train()

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from nbdist.train.communication import LocalLink, OneBitAdamW, OneBitState, hook_state
+from nbdist.train.empty import is_empty
 from nbdist.train.parallelize import applied_to, loss_context, own_tokens, whole
 
 if TYPE_CHECKING:
@@ -31,10 +32,22 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         ValueError: 1-bit Adam or local steps with a float16 loss scale, on which the ranks could
             not agree, or local steps with what needs equal ranks after each step.
     """
+    if is_empty(model):
+        raise ValueError(
+            "an optimizer was to be made for a model whose weights have no memory yet; fill it "
+            "with load_pretrained(model, directory) before Trainer(model, ...)"
+        )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # apart: one fused update takes either whole weights or parts of cut ones
     groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {
+            "params": [
+                p for p in trained if (p.dim() >= 2) == decays and isinstance(p, DTensor) == is_cut
+            ],
+            "weight_decay": config.weight_decay if decays else 0.0,
+        }
+        for decays in (True, False)
+        for is_cut in (True, False)
     ]
     filled = [group for group in groups if group["params"]]
     link = hook_state(model)

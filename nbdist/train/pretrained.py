@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from nbdist.errors import CheckpointError
+from nbdist.train.empty import give_memory, is_empty
 from nbdist.train.llama import llama_name
 from nbdist.train.manifest import some
 from nbdist.train.models import DecoderLM
@@ -31,7 +32,8 @@ def load_pretrained(model: nn.Module, directory: str | Path) -> None:
     `parallelize`; a directory that all ranks see.
 
     Args:
-        model: whole or sharded; changed in place, in its own dtype.
+        model: whole or sharded; changed in place, in its own dtype. One that was built inside
+            `empty_weights()` gets memory for this rank's shards first: no rank ever holds it whole.
         directory: with model.safetensors, or its parts and their index.
 
     Raises:
@@ -46,6 +48,12 @@ def load_pretrained(model: nn.Module, directory: str | Path) -> None:
         # tied weights are one parameter of several names, of which the files hold at least one
         wanted.setdefault(id(parameter), ([], parameter))[0].append(outside)
     places = _check(directory, files, list(wanted.values()))
+    if is_empty(model):
+        # By name: the weights become new objects.
+        named = [(name, _names_of(bare(model), weight)) for name, weight in places]
+        give_memory(bare(model), _device_of(places))
+        now = dict(bare(model).named_parameters(remove_duplicate=False))
+        places = [(name, now[inside]) for name, inside in named]
     by_file: dict[Path, list[tuple[str, Tensor]]] = {}
     for name, weight in places:
         by_file.setdefault(files[name], []).append((name, weight))
@@ -53,6 +61,15 @@ def load_pretrained(model: nn.Module, directory: str | Path) -> None:
         with safe_open(file, framework="pt") as opened, torch.no_grad():
             for name, weight in weights:
                 _fill(weight, opened.get_slice(name))
+
+
+def _names_of(model: nn.Module, weight: Tensor) -> str:
+    return next(name for name, one in model.named_parameters() if one is weight)
+
+
+def _device_of(places: list[tuple[str, Tensor]]) -> torch.device:
+    kinds = {w.device_mesh.device_type for _, w in places if isinstance(w, DTensor)}
+    return torch.device(next(iter(kinds), "cpu"))
 
 
 def _files(directory: Path) -> dict[str, Path]:

@@ -20,6 +20,7 @@ from nbdist.train import (
     Trainer,
     build_mesh,
     checkpoint,
+    empty_weights,
     export,
     latest,
     list_checkpoints,
@@ -178,12 +179,36 @@ def _import(rank, directory):
         parallelize(model, build_mesh(mesh), **options)
         load_pretrained(model, directory)
         found.append({name: _whole(p) for name, p in model.named_parameters()})
+    found += [_import_empty(directory, plan, mesh) for mesh in ({}, {"dp_shard": 1, "tp": 3})]
     errors = []
     for model, place in [(_decoder(tied=True), directory), (_decoder(tied=True), directory / "no")]:
         with pytest.raises(CheckpointError) as caught:
             load_pretrained(model, place)
         errors.append(str(caught.value))
     return found, errors
+
+
+def _import_empty(directory, plan, mesh):
+    """Import into a model that no rank has held whole; a step shows that it can be trained."""
+    with empty_weights():
+        model = _three_headed(seed=1)
+    assert all(p.is_meta for p in model.parameters())
+    made = build_mesh(MeshConfig(**mesh))
+    with pytest.raises(ValueError, match="DDP and pipelines need whole weights"):
+        parallelize(model, made, strategy="ddp") if not mesh else _refuse_pp(model)
+    parallelize(model, made, **({"plan": plan} if mesh else {}))
+    assert all(p.is_meta for p in model.parameters())
+    data = TextData(shakespeare()[:9000], vocab_size=VOCABULARY, context_length=16)
+    with pytest.raises(ValueError, match="fill it with load_pretrained"):
+        Trainer(model, data, TrainConfig(num_steps=1))
+    load_pretrained(model, directory)
+    weights = {name: _whole(p).clone() for name, p in model.named_parameters()}
+    Trainer(model, data, TrainConfig(num_steps=1)).fit()
+    return weights
+
+
+def _refuse_pp(model):
+    parallelize(model, build_mesh(MeshConfig(dp_shard=1, pp=3)))
 
 
 def _three_headed(seed):

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.train.mesh import Axis, axis_size, build_mesh
-from nbdist.train.parallelize.checks import agree, check_materialized
+from nbdist.train.parallelize.checks import agree, check_materialized, move
 from nbdist.train.parallelize.context import check_context, spread_context
 from nbdist.train.parallelize.data import check_strategy, recompute_blocks, sharding_of, spread_data
 from nbdist.train.parallelize.expert import check_experts, spread_experts
@@ -87,7 +87,7 @@ def parallelize(
     cut: _Cut = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
     _check_cut(tp, cut)
     whole_plan = resolve_plan(model, plan, tp, **cut) if tp > 1 else None
-    model.to(mesh.device_type)
+    move(model, mesh.device_type)
     stages = _plan_pipeline(model, mesh, pipeline, sequence_parallel=sequence_parallel)
     agree(model)
     _spread_layers(model, mesh, whole_plan, cut)
@@ -180,7 +180,8 @@ def _check_model(
     communication: CommunicationConfig | None,
 ) -> None:
     _check_mesh(mesh)
-    check_materialized(model)
+    shards = strategy != "ddp" and axis_size(mesh, Axis.PP) == 1
+    check_materialized(model, may_be_empty=shards)
     check_strategy(strategy, mesh, param_dtype, communication)
     check_experts(model, mesh)
     check_context(model, mesh)

@@ -5,18 +5,43 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["agree", "check_materialized"]
+from nbdist.train.empty import is_empty
+
+__all__ = ["agree", "check_materialized", "move"]
 
 
-def check_materialized(model: nn.Module) -> None:
-    """Refuse a model that was built on the meta device."""
+def check_materialized(model: nn.Module, *, may_be_empty: bool) -> None:
+    """Refuse a model without memory that nobody could fill.
+
+    Args:
+        model: whole.
+        may_be_empty: the way it is spread lets `load_pretrained` fill it afterwards.
+    """
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if on_meta:
+    buffers = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if not on_meta and not buffers:
+        return
+    if buffers or not is_empty(model):
         raise ValueError(
-            f"{type(model).__name__} has {len(on_meta)} parameters without memory (first: "
-            f"`{on_meta[0]}`): it was built on the meta device; call model.to_empty(device=...) "
-            "and model.reset_parameters() first"
+            f"{type(model).__name__} has {len(on_meta) + len(buffers)} tensors without memory "
+            f"(first: `{(on_meta + buffers)[0]}`): it was built on the meta device; build it with "
+            "memory, or inside `with empty_weights():` and fill it with load_pretrained"
         )
+    if not may_be_empty:
+        raise ValueError(
+            f"{type(model).__name__} was built inside empty_weights(), but DDP and pipelines need "
+            "whole weights here; build it with memory, or shard it: strategy='zero3', or tp"
+        )
+
+
+def move(model: nn.Module, device_type: str) -> None:
+    """Move a model to this rank's device; weights without memory stay without."""
+    if is_empty(model):
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device_type)
+    else:
+        model.to(device_type)
 
 
 def agree(model: nn.Module) -> None:
@@ -44,7 +69,7 @@ def _check_equal_on_ranks(model: nn.Module) -> None:
 
 
 def _copy_from_rank_zero(model: nn.Module) -> None:
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
     pending = [dist.broadcast(tensor.detach(), 0, async_op=True) for tensor in tensors]
     for work in pending:
         if work is not None:
