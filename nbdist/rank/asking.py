@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import getpass
 import io
 import itertools
@@ -19,6 +20,8 @@ from nbdist.rank.link import RankLink
 from nbdist.rank.output import CellOutput
 
 __all__ = ["Asking"]
+
+WAKE_SECONDS = 0.2
 
 
 class Asking:
@@ -95,7 +98,7 @@ class Asking:
         answers = self._waiting[number] = queue.SimpleQueue()
         try:
             self._output.event(InputRequest, number=number, prompt=prompt, password=password)
-            text = answers.get()
+            text = _wait(answers)
         finally:
             del self._waiting[number]
         if text is None:
@@ -125,6 +128,17 @@ class Asking:
         answers = self._waiting.get(message.number)
         if answers is not None and message.cell_id == self._cell_id:
             answers.put(message.text)
+
+
+def _wait(answers: queue.SimpleQueue[str | None]) -> str | None:
+    """Wait for an answer.
+
+    With a limit, again and again: a signal that comes right before a wait without one would not
+    end it, and its handler, which stops the cell, would never run.
+    """
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return answers.get(timeout=WAKE_SECONDS)
 
 
 class _Stdin(io.TextIOBase):
