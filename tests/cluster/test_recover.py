@@ -140,7 +140,7 @@ def test_a_notebook_says_what_has_happened(healing, tmp_path):
     texts = [note.text for note in notes if not note.is_status]
     assert "rank 1 died: killed by SIGKILL; it is being replaced" in texts
     assert any("replaced, all go on after step 7 (0 steps done again)" in text for text in texts)
-    assert notes[-1].ranks == (1,)
+    assert [note.ranks for note in notes if note.ranks] == [(1,)]
 
 
 @pytest.mark.parametrize("kind", ["OSError", "RuntimeError"])
