@@ -189,7 +189,10 @@ def stop_once_it_trains(world):
     stream = world.stream("trainer.fit()")
     for event in stream:
         if event is not None and event.kind == "stream" and "loss" in event.text:
-            stream.throw(KeyboardInterrupt)
+            break
+    stream.throw(KeyboardInterrupt)  # once: a second one ends ranks inside a step
+    for _ in stream:
+        pass
 
 
 def _step():
