@@ -124,6 +124,8 @@ class Recovering:
                 return False
             self._began = time.monotonic()
             self._times = {}
+        # Before all else: the others wait for this word, and how the rank died may come late.
+        self._post(AbortGroup(generation=self.generation, heals=True))
         with self._lock:
             self._recovered.clear()
             self._lost.append(rank)

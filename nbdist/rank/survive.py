@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 # gloo sees a death before the client does, whose word comes within milliseconds on an idle machine.
 PATIENCE_SECONDS = 5.0
 # An error that no backend has raised is most likely the user's own, and not to be held back.
-BRIEF_SECONDS = 0.3
+BRIEF_SECONDS = 1.5
 TICK_SECONDS = 0.05
 
 _survivor: Survivor | None = None
