@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import traceback
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -38,17 +39,24 @@ def run_batch(
     if name not in _functions:
         return None
     results: list[bytes] = []
-    before = signal.getsignal(signal.SIGINT)
+    listening = True
+
+    def on_sigint(_signum: int, _frame: FrameType | None) -> None:
+        if listening:  # a second signal must not cut short the answer to the first
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, on_sigint)
     try:
         try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             for item in items:
                 value = _functions[name](cloudpickle.loads(item))
                 results.append(cloudpickle.dumps(value))
         finally:
-            signal.signal(signal.SIGINT, before)
+            listening = False
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - told to the client, with its item
-        signal.signal(signal.SIGINT, before)
+        listening = False
         text = "".join(traceback.format_exception(error)).rstrip()
         return results, (type(error).__name__, str(error), text)
+    finally:
+        signal.signal(signal.SIGINT, before)
     return results, None

@@ -41,6 +41,10 @@ class _NoShellChannelThread:
         return False
 
 
+def _leave_signals() -> None:
+    """Leave SIGINT to the executor, and in a map to its batch."""
+
+
 class RankEngine(IPEngine):  # type: ignore[misc]
     """An engine that hands its kernel to a `Rank` once it is registered."""
 
@@ -50,6 +54,8 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         """Finish ipyparallel's part, then host cells."""
         await super().complete_registration(msg, connect, maybe_tunnel)
         self.kernel.shell_channel_thread = _NoShellChannelThread()
+        # They would have SIGINT raise from here to there, and a second one then loses the reply.
+        self.kernel.pre_handler_hook = self.kernel.post_handler_hook = _leave_signals
         try:
             self.host.host_cells(self.kernel, self.id)
         except BaseException:
