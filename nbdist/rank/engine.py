@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import json
 import logging
 import os
@@ -33,6 +32,7 @@ from nbdist.messages import (
 )
 from nbdist.rank.binding import Device, Place, bind_device, read_place, take_place
 from nbdist.rank.link import RankLink
+from nbdist.rank.loading import end_loading
 from nbdist.rank.log import log_path
 from nbdist.runfiles import write_json
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from nbdist.rank.group import Group
     from nbdist.rank.namespace import Namespace
 
-__all__ = ["Rank", "forget_loaded", "open_link", "main"]
+__all__ = ["Rank", "open_link", "main"]
 
 log = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ class Rank:
         device = bind_device(self.place.local_rank)
         group = Group(device.name)
         follow = watch_collectives(self.directory, self.link, group, self._session.executor)
-        forget_loaded()
+        end_loading()
         return _Membership(device, group, follow)
 
     def _renumber(self, member: _Membership, ranks: tuple[int, ...]) -> None:
@@ -240,12 +240,6 @@ class Rank:
         assert isinstance(message, Shutdown), message
         # gloo threads abort a process that ends by returning from main: leave without them.
         os._exit(message.exit_code)
-
-
-def forget_loaded() -> None:
-    """Take what is loaded by now out of the collector's sight: it stays in any case."""
-    gc.collect()
-    gc.freeze()
 
 
 def open_link(directory: Path, rank: int) -> RankLink:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from nbdist.messages import AbortGroup, CanRecover, JoinGroup, Recovered, RunCell
+from nbdist.rank.loading import begin_loading, end_loading
 from nbdist.rank.namespace import user_names
 from nbdist.rank.rejoin import call_site, rest_of
 
@@ -217,8 +218,12 @@ class _Rejoin(ast.NodeTransformer):
 def begin() -> None:
     """Join the other ranks; the first statement of a new rank's cell."""
     global _new_rank  # noqa: PLW0603 - one rank is one process
+    begin_loading()
+    import torch._dynamo  # noqa: F401 - every optimizer does, with the collector on
+
     from nbdist.train.survival import NewRank
 
+    end_loading()
     assert _survivor is not None, "set when the rank began to take cells"
     _new_rank = NewRank(_survivor)
     _new_rank.join()
