@@ -19,11 +19,9 @@ from nbdist.cluster.launch import Processes, end_world
 from nbdist.cluster.link import WorldLink
 from nbdist.cluster.mapping import Mapping, MapRun
 from nbdist.cluster.names_table import NamesTable
-from nbdist.cluster.recovering import Recovering
-from nbdist.cluster.resizing import Resizing
 from nbdist.cluster.result import CellResult
+from nbdist.cluster.running import Running
 from nbdist.cluster.source import check_ranks, check_source
-from nbdist.cluster.watch import Watch
 from nbdist.errors import NoWorldError, RankLostError
 from nbdist.messages import (
     TEXT_LIMIT,
@@ -39,7 +37,7 @@ from nbdist.runfiles import WorldRecord, find_world
 __all__ = ["World"]
 
 
-class World(Mapping, Resizing):
+class World(Mapping, Running):
     """Ranks that keep their variables between calls. Use as a context manager in scripts.
 
     Made by `World.start` or `World.attach`. Every method may be called from the client only;
@@ -170,30 +168,6 @@ class World(Mapping, Resizing):
             can_ask=can_ask,
         )
         return self._stream(request, timeout_seconds)
-
-    def _stream(
-        self, request: RunCell, timeout_seconds: float | None
-    ) -> Generator[Message | None, None, None]:
-        with self._lock:
-            # Without its lost ranks there is no group to make; the others run what needs none.
-            if self._group_broken and not self._link.lost_ranks:
-                self._remake_group()
-            watch = Watch(self._link, request, self.num_ranks)
-            recovering = Recovering(
-                Path(self.record.directory), self._link, request, self._generation, self
-            )
-            run = CellRun(self._link, request, timeout_seconds, watch, recovering)
-            self._run = run
-            try:
-                try:
-                    run.start()
-                    yield from run.events()
-                finally:
-                    self._run = None
-                    self._group_broken = self._group_broken or run.group_aborted
-                run.raise_for_failure(self._lost_error)
-            finally:
-                self.leave_out(recovering.gone)
 
     def interrupt(self) -> None:
         """Stop the cell that runs on the ranks, whoever sent it; returns at once.

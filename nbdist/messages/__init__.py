@@ -29,6 +29,13 @@ from nbdist.messages.names import (
     NamesAnswer,
     NamesQuery,
 )
+from nbdist.messages.pausing import (
+    AskResize,
+    PauseCell,
+    PauseSite,
+    RanksChanged,
+    ResizeAsked,
+)
 from nbdist.messages.serving import (
     CancelRequest,
     EngineStats,
@@ -70,6 +77,11 @@ __all__ = [
     "RankDone",
     "TEXT_LIMIT",
     "CanRecover",
+    "PauseCell",
+    "PauseSite",
+    "AskResize",
+    "ResizeAsked",
+    "RanksChanged",
     "Recovered",
     "InputRequest",
     "InputReply",

@@ -114,6 +114,7 @@ class Rank:
         from nbdist.ports import install_port as install_survival_port
         from nbdist.rank.names import NameService
         from nbdist.rank.namespace import Namespace
+        from nbdist.rank.pausing import Pauser
         from nbdist.rank.session import open_session
         from nbdist.rank.survive import Survivor
 
@@ -121,6 +122,7 @@ class Rank:
         executor = open_session(kernel, self.link, self.directory)
         namespace = Namespace(kernel.shell.user_ns)
         NameService(kernel, self.link, executor, namespace.is_ours)
+        Pauser(self.link, executor)
         survivor = Survivor(executor, namespace, self._join)
 
         def join_soon(message: Message) -> None:
