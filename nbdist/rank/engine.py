@@ -61,8 +61,8 @@ class _Membership:
 
     device: Device
     group: Group
-    follow: Callable[[int], None]
-    """Is told of another number of this rank in the group."""
+    follow: Callable[[int, tuple[int, ...]], None]
+    """Is told this rank's number in the next group, and what clients call the group's ranks."""
 
 
 class Rank:
@@ -205,11 +205,11 @@ class Rank:
         assert self.place is not None, "takes cells once it has a place"
         group, before = member.group, (member.group.rank, member.group.world_size)
         group.place(self.place.rank, ranks)
+        member.follow(group.rank, ranks)
         if before == (group.rank, group.world_size):
             return
         number = dataclasses.replace(self.place, rank=group.rank, world_size=group.world_size)
         self._session.namespace.set_place(number, member.device.name)
-        member.follow(group.rank)
 
     def _tell_status(self, message: Message) -> None:
         assert isinstance(message, StatusQuery | JoinGroup), message
