@@ -29,6 +29,7 @@ from nbdist.messages.names import (
     NamesAnswer,
     NamesQuery,
 )
+from nbdist.messages.search import TrialCall, TrialEnded, TrialReply
 from nbdist.messages.serving import (
     CancelRequest,
     EngineStats,
@@ -71,6 +72,9 @@ __all__ = [
     "TEXT_LIMIT",
     "CanRecover",
     "Recovered",
+    "TrialCall",
+    "TrialEnded",
+    "TrialReply",
     "InputRequest",
     "InputReply",
     "CompleteQuery",

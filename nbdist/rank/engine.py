@@ -116,11 +116,13 @@ class Rank:
         from nbdist.rank.namespace import Namespace
         from nbdist.rank.session import open_session
         from nbdist.rank.survive import Survivor
+        from nbdist.rank.trials import TrialDesk
 
         loop = asyncio.get_running_loop()
         executor = open_session(kernel, self.link, self.directory)
         namespace = Namespace(kernel.shell.user_ns)
         NameService(kernel, self.link, executor, namespace.is_ours)
+        TrialDesk(self.link, executor.output)
         survivor = Survivor(executor, namespace, self._join)
 
         def join_soon(message: Message) -> None:
