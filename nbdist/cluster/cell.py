@@ -87,10 +87,14 @@ class CellRun:
 
     def start(self) -> None:
         """Send the cell to its ranks."""
-        self._link.listen(self._request.cell_id, lambda _rank, event: self._events.put(event))
+        self._link.listen(self._request.cell_id, self._hear)
         self._started = time.monotonic()
         for rank in self._request.ranks:
             self._link.post(rank, self._request)
+
+    def _hear(self, _rank: int, event: Message) -> None:
+        """Take an event from the link's thread, and the news of any rank that is lost."""
+        self._events.put(event)
 
     def events(self) -> Generator[Message | None, None, None]:
         """Yield the cell's events until it has ended on every rank; None when time passes.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 from nbdist.cluster.cell import CellRun
-from nbdist.cluster.mapping import MapRun
+from nbdist.cluster.mapping import Run
 from nbdist.cluster.pausing import Wanted
 from nbdist.cluster.recovering import Recovering
 from nbdist.cluster.resizing import Resized, Resizing, check_number
@@ -32,7 +32,7 @@ Events = Generator[Message | None, None, None]
 class Running(Resizing):
     """The part of `World` that runs cells."""
 
-    _run: CellRun | MapRun | None
+    _run: Run | None
     _runner: int = 0  # the thread that runs a cell
 
     def resize(
@@ -137,7 +137,7 @@ class Running(Resizing):
                 forget()
                 self._run = None
                 self._group_broken = self._group_broken or run.group_aborted
-            run.raise_for_failure(self._lost_error)
+            run.raise_for_failure(self.lost_error)
         finally:
             self.leave_out(run.gone)
 
@@ -157,7 +157,8 @@ class Running(Resizing):
         """See `World`."""
         raise NotImplementedError
 
-    def _lost_error(self, ranks: Sequence[int], text: str) -> RankLostError:
+    def lost_error(self, ranks: Sequence[int], text: str) -> RankLostError:
+        """See `Searching`."""
         raise NotImplementedError
 
 

@@ -12,17 +12,16 @@ from typing import Any
 
 from nbdist.cluster import attaching, names, objects, starting
 from nbdist.cluster.asking import OnInput, answering
-from nbdist.cluster.cell import CellRun
 from nbdist.cluster.config import WorldConfig
-from nbdist.cluster.death import lost_error
 from nbdist.cluster.launch import Processes, end_world
 from nbdist.cluster.link import WorldLink
-from nbdist.cluster.mapping import Mapping, MapRun
+from nbdist.cluster.mapping import Run
 from nbdist.cluster.names_table import NamesTable
 from nbdist.cluster.result import CellResult
 from nbdist.cluster.running import Running
+from nbdist.cluster.searching import Searching
 from nbdist.cluster.source import check_ranks, check_source
-from nbdist.errors import NoWorldError, RankLostError
+from nbdist.errors import NoWorldError
 from nbdist.messages import (
     TEXT_LIMIT,
     Interrupt,
@@ -37,7 +36,7 @@ from nbdist.runfiles import WorldRecord, find_world
 __all__ = ["World"]
 
 
-class World(Mapping, Running):
+class World(Searching, Running):
     """Ranks that keep their variables between calls. Use as a context manager in scripts.
 
     Made by `World.start` or `World.attach`. Every method may be called from the client only;
@@ -51,7 +50,7 @@ class World(Mapping, Running):
         self._processes: Processes | None = None
         self._generation = max(info.generation for info in ranks)
         self._group_broken = False
-        self._run: CellRun | MapRun | None = None
+        self._run: Run | None = None
         self._lock = threading.Lock()
         self._objects = objects.Objects(record, lambda: self.infos)
         self.is_running = True
@@ -255,10 +254,7 @@ class World(Mapping, Running):
         if not self.is_running:
             raise NoWorldError("this world has been stopped; start one: `%distributed start -n 2`")
         if lost := sorted(self._link.lost_ranks & set(ranks)):
-            raise self._lost_error(lost, "rank {ranks} is wanted, but its process is gone")
-
-    def _lost_error(self, ranks: Sequence[int], text: str) -> RankLostError:
-        return lost_error(Path(self.record.directory), self.infos, ranks, text)
+            raise self.lost_error(lost, "rank {ranks} is wanted, but its process is gone")
 
     def __enter__(self) -> World:
         return self

@@ -36,6 +36,7 @@ from nbdist.messages.pausing import (
     RanksChanged,
     ResizeAsked,
 )
+from nbdist.messages.search import TrialCall, TrialEnded, TrialReply
 from nbdist.messages.serving import (
     CancelRequest,
     EngineStats,
@@ -83,6 +84,9 @@ __all__ = [
     "ResizeAsked",
     "RanksChanged",
     "Recovered",
+    "TrialCall",
+    "TrialEnded",
+    "TrialReply",
     "InputRequest",
     "InputReply",
     "CompleteQuery",

@@ -61,8 +61,8 @@ class _Membership:
 
     device: Device
     group: Group
-    follow: Callable[[int], None]
-    """Is told of another number of this rank in the group."""
+    follow: Callable[[int, tuple[int, ...]], None]
+    """Is told this rank's number in the next group, and what clients call the group's ranks."""
 
 
 class Rank:
@@ -117,12 +117,14 @@ class Rank:
         from nbdist.rank.pausing import Pauser
         from nbdist.rank.session import open_session
         from nbdist.rank.survive import Survivor
+        from nbdist.rank.trials import TrialDesk
 
         loop = asyncio.get_running_loop()
         executor = open_session(kernel, self.link, self.directory)
         namespace = Namespace(kernel.shell.user_ns)
         NameService(kernel, self.link, executor, namespace.is_ours)
         Pauser(self.link, executor)
+        TrialDesk(self.link, executor.output)
         survivor = Survivor(executor, namespace, self._join)
 
         def join_soon(message: Message) -> None:
@@ -207,11 +209,11 @@ class Rank:
         assert self.place is not None, "takes cells once it has a place"
         group, before = member.group, (member.group.rank, member.group.world_size)
         group.place(self.place.rank, ranks)
+        member.follow(group.rank, ranks)
         if before == (group.rank, group.world_size):
             return
         number = dataclasses.replace(self.place, rank=group.rank, world_size=group.world_size)
         self._session.namespace.set_place(number, member.device.name)
-        member.follow(group.rank)
 
     def _tell_status(self, message: Message) -> None:
         assert isinstance(message, StatusQuery | JoinGroup), message
