@@ -6,6 +6,7 @@ import queue
 import time
 from collections.abc import Callable, Generator, Sequence
 
+from nbdist.cluster.ending import remote_error
 from nbdist.cluster.ladder import GIVE_UP_SECONDS, Ladder
 from nbdist.cluster.link import WorldLink, lost_event
 from nbdist.cluster.pausing import Pause, Wanted, refuse
@@ -17,7 +18,6 @@ from nbdist.errors import (
     CollectiveSubsetError,
     RankBusyError,
     RankLostError,
-    RemoteCellError,
 )
 from nbdist.messages import (
     AbortGroup,
@@ -276,11 +276,7 @@ class CellRun:
             )
         first = sorted(self._errors, key=lambda e: e.at_seconds)
         if first and not (self._timed_out and not by_status.get("error")):
-            others = {e.rank: _after(e) for e in first if e.rank != first[0].rank}
-            cause = first[0]
-            raise RemoteCellError(
-                cause.rank, cause.name, cause.value, cause.traceback, others, hint=cause.hint
-            )
+            raise remote_error(first)
         if self._timed_out:
             raise CellTimeoutError(
                 f"the cell ran longer than --timeout {self._timeout:g} seconds and was stopped; "
@@ -293,9 +289,3 @@ class CellRun:
                 f"{GIVE_UP_SECONDS:g} s of being interrupted: it is inside code that cannot be "
                 "stopped; `%distributed status` shows when it is idle again"
             )
-
-
-def _after(error: RankError) -> str:
-    """Return in words how a rank ended after another one had failed."""
-    stopped = error.name in ("KeyboardInterrupt", "CancelledError")
-    return "was stopped" if stopped else f"raised {error.name}: {error.value.splitlines()[0]}"
