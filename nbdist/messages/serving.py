@@ -88,6 +88,9 @@ class EngineStats:
         num_prefix_tokens: those of them that were found in the cache.
         num_drafted: tokens that were guessed ahead.
         num_accepted: guesses that held.
+        num_updates: optimizer steps of the model in training, as long as they are watched.
+        held_seconds: how long training waited for this engine.
+        training_seconds: from the first of those steps to the last.
     """
 
     num_running: int = 0
@@ -103,6 +106,14 @@ class EngineStats:
     num_prefix_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_updates: int = 0
+    held_seconds: float = 0.0
+    training_seconds: float = 0.0
+
+    @property
+    def held_fraction(self) -> float:
+        """Share of the time of training that was spent waiting for this engine."""
+        return self.held_seconds / self.training_seconds if self.training_seconds else 0.0
 
     @property
     def paged_waste_fraction(self) -> float:

@@ -72,6 +72,13 @@ class Desk:
             old.stop(f"version {served.version} of model {served.model!r} took over; send it again")
         self._port.emit(served)
 
+    def end(self, name: str, detail: str) -> None:
+        """End the replica of a name, if there is one."""
+        with self._lock:
+            replica = self._replicas.get(name)
+        if replica is not None:
+            replica.stop(detail)
+
     def remove(self, replica: Served) -> None:
         """Forget a replica; nothing happens when another has taken its name."""
         with self._lock:
