@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -9,15 +10,17 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from nbdist.messages import Sampling
-from nbdist.serve import Router, serve
+from nbdist.serve import Router, serve, weights
 from nbdist.serve.adapt import adapted
 from nbdist.serve.engine import EngineRequest
 from nbdist.serve.follower import Follower
 from nbdist.serve.loopback import LoopbackRanks
 from nbdist.serve.reference import continue_alone
 from nbdist.serve.resident import resident_copy
+from nbdist.serve.shards import shared_shards
 from nbdist.testing import run_ranks
 from nbdist.train import DecoderConfig, DecoderLM, MeshConfig, build_mesh, parallelize
 
@@ -146,11 +149,6 @@ SHARED = {
 }
 
 
-def _places(model):
-    parts = (t._local_tensor if isinstance(t, DTensor) else t for t in model.parameters())
-    return {part.data_ptr() for part in parts}
-
-
 def _shared(rank, cases, make):
     """Serve, train a step, serve: what came, and what a whole copy makes, before and after."""
     tokenizer, found = _tokenizer(), {}
@@ -181,3 +179,153 @@ def test_shared_weights_answer_like_a_whole_copy_after_every_step():
             assert wholes[0] != wholes[1] != wholes[2], name
             answers = [answer for _, answer in pairs]
             assert answers == (wholes if rank == 0 or name == "ddp" else [None] * 3), name
+
+
+def _in_training(rank, when, options):
+    """Train until all prompts are answered; the weights are written and keep their values."""
+    weights._PATIENCE_SECONDS = 60.0  # a slow machine is still training
+    tokenizer = _tokenizer()
+    model = parallelize(_model(), build_mesh(options.get("mesh")))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    expected = _alone(model, tokenizer)
+    with LoopbackRanks(2) as ranks:
+        replica = serve(
+            model, tokenizer, share=True, when=when, steps_between=2, port=ranks.ports[rank]
+        )
+        _train(model, optimizer)  # from here on it is in training
+        num_before = replica.stats().num_steps
+        running = []
+        if rank == 0:
+            router = Router(ranks, query_seconds=30)
+            running = [router.submit(prompt, **GREEDY) for prompt in PROMPTS]
+        num_updates = 1
+        while _on_any_rank(any(one.finish_reason is None for one in running)):
+            _train(model, optimizer)
+            num_updates += 1
+            assert num_updates < 2000, "the prompts were never answered"
+        stats = replica.stats()
+        replica.stop()
+        _train(model, optimizer)  # where the others hear that there are no more turns
+    answers = [(one.result(0), one.detail) for one in running]
+    num_steps = stats.num_steps - num_before
+    return expected, answers, stats, (num_steps, num_updates), len(_global_optimizer_post_hooks)
+
+
+def _on_any_rank(value):
+    told = torch.tensor(float(value))
+    dist.all_reduce(told, dist.ReduceOp.MAX)
+    return bool(told)
+
+
+@pytest.mark.parametrize(
+    ("when", "name"), [("beside", "zero3"), ("beside", "tp"), ("between_steps", "zero3")]
+)
+def test_prompts_are_answered_while_shards_are_trained(when, name):
+    first, second = run_ranks(_in_training, 2, when, SHARED[name])
+
+    expected, answers, stats, (num_steps, num_updates), num_hooks = first
+    assert [text for text, _ in answers] == expected
+    assert stats.num_updates == num_updates == second[3][1]
+    assert stats.held_seconds > 0
+    assert num_hooks == second[4] == 0
+    if when == "between_steps":
+        assert 0 < num_steps <= 2 * num_updates
+        # ten tokens at two an update: all span several
+        assert all("of both versions" in detail for _, detail in answers)
+
+
+def _tensor_bytes():
+    """Bytes of all tensors that are alive, each storage once."""
+    gc.collect()
+    found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    plain = [t for t in found if not isinstance(t, DTensor) and not t.is_meta]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain}
+    return sum(storages.values())
+
+
+def _on_two_axes(rank):
+    """FSDP over tensor parallelism on four ranks; copies cut over two make two replicas."""
+    tokenizer, found = _tokenizer(), {}
+    model = parallelize(_model(tied=True), build_mesh(MeshConfig(dp_shard=2, tp=2)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = _tensor_bytes()
+    view = shared_shards(model)
+    more = _tensor_bytes() - before
+    del view
+    with LoopbackRanks(4) as ranks:
+        for name, options in {"share": {"share": True}, "copy": {"tp": 2}}.items():
+            _train(model, optimizer)
+            replica = serve(model, tokenizer, **options, port=ranks.ports[rank])
+            pairs = [(_alone(model, tokenizer), _asked(ranks, replica))]
+            dist.barrier()
+            if name == "share":
+                _train(model, optimizer)
+                pairs.append((_alone(model, tokenizer), _asked(ranks, replica)))
+            dist.barrier()
+            found[name] = pairs
+    replica.stop()
+    own = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
+    return found, more, own
+
+
+def test_two_axes_share_their_memory_and_answer_like_a_whole_copy():
+    for rank, (found, more, own) in enumerate(run_ranks(_on_two_axes, 4)):
+        assert own > 10_000
+        assert more < 1_000  # the numbers of the ranks in its meshes
+        for name, pairs in found.items():
+            answers = rank == 0 if name == "share" else rank % 2 == 0
+            for expected, answer in pairs:
+                assert answer == (expected if answers else None), name
+
+
+def _ends(rank):
+    """One rank leaves alone, first the one that follows, then the one that answers."""
+    tokenizer, model, found = _tokenizer(), _model(), []
+    for who in (1, 0):
+        with LoopbackRanks(2) as ranks:
+            replica = serve(model, tokenizer, tp=2, port=ranks.ports[rank])
+            asked = None
+            if rank == 0:
+                router = Router(ranks, query_seconds=30)
+                asked = [router.submit("the", max_new_tokens=90) for _ in range(20)]
+            if rank == who:
+                replica.stop(timeout_seconds=0.1 if who else 10)
+            replica._thread.join(30)
+            found.append((who, replica.running, len(ranks.ports[rank].handlers)))
+            if asked:
+                assert all(one.wait(30) for one in asked)
+                found.append({one.finish_reason for one in asked})
+                found.append([one.detail for one in asked if one.finish_reason == "error"][:1])
+    return found
+
+
+def test_one_rank_that_leaves_ends_the_replica_on_all():
+    first, second = run_ranks(_ends, 2)
+
+    assert second == [(1, False, 0), (0, False, 0)]
+    assert [found for found in first if isinstance(found, tuple)] == second
+    assert "error" in first[1]
+    assert "another rank has left it; that rank's log says why; call `serve` again" in first[2][0]
+    assert "cancelled" in first[4]
+
+
+def _in_turn(rank):
+    """A replica of one rank each, then one of both: the second rank answers no more."""
+    tokenizer, model = _tokenizer(), _model()
+    with LoopbackRanks(2) as ranks:
+        alone = serve(model, tokenizer, port=ranks.ports[rank])
+        together = serve(model, tokenizer, tp=2, port=ranks.ports[rank])
+        answers = _asked(ranks, together)
+        dist.barrier()
+        again = serve(model, tokenizer, port=ranks.ports[rank])
+        together._thread.join(30)
+        found = alone.running, together.running, again.served.version, again.running
+        again.stop()
+    return answers == _alone(model, tokenizer), found
+
+
+def test_a_replica_of_two_ranks_takes_over_and_is_taken_over():
+    assert run_ranks(_in_turn, 2) == [
+        (True, (False, False, 3, True)),
+        (False, (False, False, 3, True)),
+    ]
