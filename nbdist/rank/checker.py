@@ -154,7 +154,8 @@ class Checker:
         if self._waiting is wait:
             self._end_wait()
         if functional:
-            self._functional = wait
+            if threading.get_ident() == self._main:  # a thread that serves has calls of its own
+                self._functional = wait
         elif result is not None and hasattr(result, "is_completed"):
             self._pending.append((weakref.ref(result), wait))
 

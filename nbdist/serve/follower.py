@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nbdist.errors import ServeError
+from nbdist.errors import NbdistError, ServeError
 from nbdist.messages import EngineStats
 from nbdist.serve.wire import Kind
 
@@ -88,7 +88,7 @@ class Follower:
         try:
             while (kind := self._take_part(self._turn_wire, wait=True)) is Kind.STEP:
                 pass
-        except (ServeError, RuntimeError) as error:  # the training has its own word on its group
+        except (NbdistError, RuntimeError) as error:  # training itself tells of its groups
             kind = Kind.STOP
             _log.warning("%r takes no more turns: %s", self, error)
         finally:

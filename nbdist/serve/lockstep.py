@@ -14,7 +14,7 @@ import time
 import zlib
 from typing import TYPE_CHECKING
 
-from nbdist.errors import ServeError
+from nbdist.errors import NbdistError, ServeError
 from nbdist.serve.gate import Gate
 from nbdist.serve.live import EngineAround, with_cost
 from nbdist.serve.wire import Kind, Op, Told
@@ -244,7 +244,7 @@ class Leader(EngineAround):
         """See `Engine.close`; the other ranks end as well."""
         if not self._is_over:
             self._is_over = True
-            with contextlib.suppress(RuntimeError):  # the group is gone, and they know
+            with contextlib.suppress(RuntimeError, NbdistError):  # the group is gone, and they know
                 self._wire.tell(Told(Kind.STOP))
         if self.member.weights and self._turn_wire is None:
             self.member.weights.close()
@@ -258,7 +258,9 @@ class Leader(EngineAround):
             if weights is not None:
                 weights.close()
             if wire is not None:
-                with contextlib.suppress(RuntimeError):  # the group is gone, and they know
+                with contextlib.suppress(
+                    RuntimeError, NbdistError
+                ):  # the group is gone, and they know
                     wire.tell(Told(Kind.STOP))
 
         return dismiss

@@ -160,7 +160,7 @@ def _shared(rank, cases, make):
         with LoopbackRanks(dist.get_world_size()) as ranks:
             replica = serve(model, tokenizer, share=True, port=ranks.ports[rank])
             pairs = []
-            for step in range(3):
+            for step in range(2):
                 if step:
                     _train(model, optimizer)
                 pairs.append((_alone(model, tokenizer), _asked(ranks, replica)))
@@ -176,9 +176,9 @@ def test_shared_weights_answer_like_a_whole_copy_after_every_step():
         assert list(found) == list(SHARED)
         for name, pairs in found.items():
             wholes = [expected for expected, _ in pairs]
-            assert wholes[0] != wholes[1] != wholes[2], name
+            assert wholes[0] != wholes[1], name
             answers = [answer for _, answer in pairs]
-            assert answers == (wholes if rank == 0 or name == "ddp" else [None] * 3), name
+            assert answers == (wholes if rank == 0 or name == "ddp" else [None] * 2), name
 
 
 def _in_training(rank, when, options):
