@@ -7,7 +7,7 @@ a time, and let go after it, over process groups of its own.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nbdist.errors import ServeError
 from nbdist.serve.cut import cut_empty
+from nbdist.serve.gathering import LateWeight, gather_in_forward
 from nbdist.serve.resident import bare_model, empty_model, fill, named_weights
 from nbdist.serve.wire import own_group
 from nbdist.train.mesh import Axis, axis_size
-from nbdist.train.parallelize.data import blocks
 from nbdist.train.parallelize.record import applied_to
 
 if TYPE_CHECKING:
@@ -85,49 +85,18 @@ def shared_shards(model: nn.Module) -> nn.Module:
         empty = empty_model(bare_model(model))
     made: dict[int, Tensor] = {}
     weights: dict[str, Tensor] = {}
-    late: list[_Late] = []
+    late: list[LateWeight] = []
     for name, tensor in named:
         if id(tensor) not in made:
             made[id(tensor)] = _same_shard(tensor, groups)
         shard = made[id(tensor)]
         if isinstance(shard, DTensor) and not _lies_right(name, shard, cut):
-            late.append(_Late.of(empty, name, shard, cut))
+            late.append(LateWeight.of(empty, name, shard, _wanted(name, shard, cut)))
         else:
             weights[name] = shard.to_local() if isinstance(shard, DTensor) else shard
     filled = fill(empty, weights)
-    _gather_in_forward(filled, late)
+    gather_in_forward(filled, late)
     return filled
-
-
-class _Late(NamedTuple):
-    """A weight that is there only while its block computes.
-
-    Attributes:
-        name: in the model.
-        owner: module whose weight it is.
-        leaf: its name there.
-        shard: of this rank.
-        placements: to compute with: whole, or cut over `tp`.
-        room: stands there in between; has the right type and device.
-    """
-
-    name: str
-    owner: nn.Module
-    leaf: str
-    shard: DTensor
-    placements: tuple[Placement, ...]
-    room: nn.Parameter
-
-    @classmethod
-    def of(cls, empty: nn.Module, name: str, shard: DTensor, cut: Cut | None) -> _Late:
-        parent, _, leaf = name.rpartition(".")
-        owner, local = empty.get_submodule(parent), shard.to_local()
-        room = torch.nn.Parameter(local.new_empty(0), requires_grad=False)
-        owner._parameters[leaf] = room
-        return cls(name, owner, leaf, shard, _wanted(name, shard, cut), room)
-
-    def gathered(self) -> Tensor:
-        return self.shard.redistribute(placements=self.placements).to_local()
 
 
 def _wanted(name: str, shard: DTensor, cut: Cut | None) -> tuple[Placement, ...]:
@@ -141,35 +110,6 @@ def _wanted(name: str, shard: DTensor, cut: Cut | None) -> tuple[Placement, ...]
 
 def _lies_right(name: str, shard: DTensor, cut: Cut | None) -> bool:
     return tuple(shard.placements) == _wanted(name, shard, cut)
-
-
-def _gather_in_forward(model: nn.Module, late: list[_Late]) -> None:
-    """Give each block its weights before its forward, and take them away after it."""
-    units = {id(block): block for block in blocks(model)}
-    of_unit: dict[int, list[_Late]] = {}
-    inside = {name: module for name, module in model.named_modules() if id(module) in units}
-    for one in late:
-        unit = next((m for name, m in inside.items() if one.name.startswith(f"{name}.")), model)
-        of_unit.setdefault(id(unit), []).append(one)
-        units[id(unit)] = unit
-    for key, weights in of_unit.items():
-        _hook(units[key], weights)
-
-
-def _hook(unit: nn.Module, weights: list[_Late]) -> None:
-    def take(*_: Any) -> None:
-        whole: dict[int, Tensor] = {}
-        for one in weights:
-            if id(one.shard) not in whole:
-                whole[id(one.shard)] = one.gathered()
-            one.owner._parameters[one.leaf] = whole[id(one.shard)]  # type: ignore[assignment]
-
-    def give_back(*_: Any) -> None:
-        for one in weights:
-            one.owner._parameters[one.leaf] = one.room
-
-    unit.register_forward_pre_hook(take)
-    unit.register_forward_hook(give_back, always_call=True)
 
 
 def _cut_axes(tensor: DTensor) -> list[int]:

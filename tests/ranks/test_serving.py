@@ -181,6 +181,14 @@ def test_shared_weights_answer_like_a_whole_copy_after_every_step():
             assert answers == (wholes if rank == 0 or name == "ddp" else [None] * 2), name
 
 
+def test_uneven_shards_of_three_ranks_answer_like_a_whole_copy():
+    first, *others = run_ranks(_shared, 3, {"zero3": {}}, _llama)
+
+    for expected, answers in first["zero3"]:
+        assert answers == expected
+    assert all(answer is None for found in others for _, answer in found["zero3"])
+
+
 def _in_training(rank, when, options):
     """Train until all prompts are answered; the weights are written and keep their values."""
     weights._PATIENCE_SECONDS = 60.0  # a slow machine is still training
