@@ -54,14 +54,16 @@ def serve(
     """Serve `model` from this rank, beside whatever the rank trains or runs.
 
     Collective over: all ranks that hold the model. Each of them becomes a replica of its own, and
-    the client's router spreads the requests. The copy holds the *whole* model on every rank:
-    serving costs the full weights once more, plus the cache of the running requests; a model that
-    fits only in shards cannot be served this way. Training goes on undisturbed: the copy, its
-    thread and its random generators share nothing with it, and later updates of `model` show
-    only when `serve` is called again. That replaces the replica of this name: its version goes up
-    by one, and its running requests end as `cancelled`.
+    the client's router spreads the requests. By default each takes a copy of the *whole* model:
+    the full weights once more, plus the cache of the running requests. The copy, its thread and
+    its random generators share nothing with training, and later updates of `model` show only when
+    `serve` is called again. That replaces the replica of this name: its version goes up by one,
+    and its running requests end as `cancelled`.
 
-    With `share=True` nothing is copied: see docs/serving.md.
+    With `tp=2` two ranks hold half of a copy each and answer as one replica. With `share=True`
+    nothing is copied: the weights of `model` are served, whole, in DDP, in FSDP2's shards or cut
+    over `tp`, and those who hold parts of one model answer as one. docs/serving.md has what waits
+    for what.
 
     Args:
         model: a `DecoderLM`, sharded or not, a module with the same `config` and `forward`, or a
@@ -82,20 +84,22 @@ def serve(
             changes no answer.
         weight_bits: keep the copy's linear weights in 8 or 4 bits; see `nbdist.serve.quantise`.
             It changes answers a little and saves memory; the copy is whole while it is made.
-        tp: cut the copy over so many ranks; see docs/serving.md.
-        share: serve the weights of `model` themselves, whole or in DDP. An optimizer step waits
-            for the serving step that runs, voids what was cached, and its result shows at once;
-            an answer that spans it says so in its detail.
-        when: "beside", in a thread of its own at any time; or "between_steps": while `model` is
-            trained, only after each optimizer step, on the thread that called it.
+        tp: ranks that share one copy, of a model whose plan `parallelize` knows; neighbours in
+            rank. The first of them answers. Engine `native` only, as with `share`.
+        share: serve the weights of `model` themselves. An optimizer step waits for the serving
+            step that runs and voids what was cached; its result shows at once. An answer that
+            spans it says so in its detail.
+        when: "beside" serves in a thread of its own at any time. "between_steps" serves, while
+            `model` is trained, only after an optimizer step, on the thread that made it.
         steps_between: most serving steps after one optimizer step.
         port: the rank's way to the client; by default the one of this process.
 
     Returns:
-        The running replica; `replica.stop()` ends it and frees its memory.
+        The running replica, or this rank's part of one that another rank answers for;
+        `replica.stop()`, on all its ranks, ends it and frees its memory.
 
     Raises:
-        ServeError: this process is not a rank, or a copy of the model cannot be built.
+        ServeError: this process is not a rank, or the model cannot be copied, cut or shared.
         ValueError: an argument is out of its range; nothing was gathered.
     """
     check_batch(max_batch, max_waiting, window_seconds)
