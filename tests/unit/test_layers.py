@@ -170,7 +170,8 @@ def test_modules_import_each_other_without_a_cycle():
 def test_every_library_that_is_imported_is_required_by_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    texts = [*project["dependencies"], *extras["plot"], *extras["hf"], *extras["serve"]]
+    optional = [text for name in ("plot", "hf", "serve", "vllm") for text in extras[name]]
+    texts = [*project["dependencies"], *optional]
     required = {re.match(r"[\w-]+", text).group() for text in texts}
     distributions = {
         "IPython": "ipython",

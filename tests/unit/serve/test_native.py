@@ -211,5 +211,5 @@ def test_probe_refuses_an_engine_that_gives_other_tokens(model, monkeypatch):
 
 
 def test_make_engine_with_an_unknown_name_lists_the_known(model):
-    with pytest.raises(ValueError, match="'native', 'hf' or 'reference'"):
-        make_engine("vllm", model)
+    with pytest.raises(ValueError, match="'native', 'hf', 'vllm' or 'reference'"):
+        make_engine("other", model)
