@@ -28,6 +28,8 @@ SHAPE = {
 }
 LLAMA = {**SHAPE, "intermediate_size": 64, "num_key_value_heads": 2}
 FAMILIES = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, attention_bias=True)),
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**LLAMA)),
     "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**LLAMA, sliding_window=8)),
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**LLAMA)),
     "gemma3": lambda: hf.Gemma3ForCausalLM(
