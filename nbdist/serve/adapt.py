@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from nbdist.errors import ServeError
+from nbdist.serve.lean import lean_forward
 from nbdist.serve.pages import LayerShape
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from nbdist.serve.lean import LeanForward
     from nbdist.serve.pages import PackedStep
     from nbdist.train.models.decoder import AttentionCache
 
@@ -107,12 +109,18 @@ class HuggingFaceModel:
         self.vocab_size: int = text_config.vocab_size
         self.context_length: int = getattr(text_config, "max_position_embeddings", 2**20)
         self.dtype, self.device = weight.dtype, weight.device
-        self.layers = self._see_layers()
+        self._lean: LeanForward | None = None
+        seen = self._see_layers()
+        self.layers = seen.shapes
+        with self.own_attention():
+            self._lean = lean_forward(model, seen.options)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, step: PackedStep | _Watcher, keep: Tensor
     ) -> Tensor:
         """See `ServedModel.forward`."""
+        if self._lean is not None:
+            return self._lean(tokens, positions, step, keep)
         _step.value = step
         try:
             answer = self._model(
@@ -143,7 +151,7 @@ class HuggingFaceModel:
             self._model.set_attn_implementation(_ATTENTION)
 
     @torch.inference_mode()
-    def _see_layers(self) -> list[LayerShape]:
+    def _see_layers(self) -> _Watcher:
         self._model.set_attn_implementation(_ATTENTION)
         watcher = _Watcher()
         one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
@@ -152,11 +160,10 @@ class HuggingFaceModel:
         except (TypeError, ValueError, NotImplementedError) as error:
             self.restore()
             raise self._cannot(f"its forward raised {type(error).__name__}: {error}") from error
-        seen = watcher.layers
-        if sorted(seen) != list(range(len(seen))) or not seen:
+        if watcher.indices != list(range(len(watcher.indices))) or not watcher.indices:
             self.restore()
-            raise self._cannot(f"its attention layers {sorted(seen)} do not go through it")
-        return [seen[index] for index in sorted(seen)]
+            raise self._cannot(f"its attention layers {watcher.indices} do not go through it")
+        return watcher
 
     def _cannot(self, why: str) -> ServeError:
         return ServeError(
@@ -166,15 +173,19 @@ class HuggingFaceModel:
 
 
 class _Watcher:
-    """Stands in for a step and notes which layers store what."""
+    """Stands in for a step and notes which layers store what, and how they attend."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, LayerShape] = {}
+        self.indices: list[int] = []
+        self.shapes: list[LayerShape] = []
+        self.options: list[dict[str, Any]] = []
 
     def attend(
-        self, layer_index: int, query: Tensor, key: Tensor, value: Tensor, **_options: Any
+        self, layer_index: int, query: Tensor, key: Tensor, value: Tensor, **options: Any
     ) -> Tensor:
-        self.layers[layer_index] = LayerShape(key.shape[1], key.shape[3])
+        self.indices.append(layer_index)
+        self.shapes.append(LayerShape(key.shape[1], key.shape[3]))
+        self.options.append(options)
         # one token attends to itself
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
 

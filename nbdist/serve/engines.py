@@ -24,8 +24,9 @@ __all__ = ["EngineName", "make_engine"]
 
 _log = logging.getLogger(__name__)
 
-EngineName: TypeAlias = Literal["auto", "native", "hf", "reference"]
+EngineName: TypeAlias = Literal["auto", "native", "hf", "vllm", "reference"]
 
+_PROBED = ("native", "vllm")  # the others run the model's own code
 _PROBE_TOKENS = 3
 # of the largest logit: below it, two tokens are as likely as each other for another summation order
 _TIE = 1e-3
@@ -35,7 +36,7 @@ def make_engine(name: EngineName, model: nn.Module, **options: Any) -> Engine:
     """Return an engine for a model, after two prompts gave the tokens that they give alone.
 
     Args:
-        name: `native`, `hf`, `reference`, or `auto` for the first of them that can.
+        name: `native`, `hf`, `reference`, `vllm`, or `auto` for the first of the others that can.
         model: in eval mode.
         **options: of the engine; those of `native` that another lacks are left out.
 
@@ -55,17 +56,20 @@ def make_engine(name: EngineName, model: nn.Module, **options: Any) -> Engine:
 
 def _checked(name: str, model: nn.Module, options: dict[str, Any]) -> Engine:
     engine = _made(name, model, options)
-    if name != "native":
+    if name not in _PROBED:
         return engine
     face = adapted(model)
+    keeps = name == "native"  # it runs the adapted model itself
     try:
         if face.dtype is torch.float32:
             _probe(engine, face)
     except BaseException:
+        keeps = False
         engine.close()
-        if isinstance(face, HuggingFaceModel):
-            face.restore()
         raise
+    finally:
+        if isinstance(face, HuggingFaceModel) and not keeps:
+            face.restore()
     return engine
 
 
@@ -77,9 +81,14 @@ def _made(name: str, model: nn.Module, options: dict[str, Any]) -> Engine:
         from nbdist.serve.hugging import HuggingFaceEngine
 
         return HuggingFaceEngine(model, **shared)
+    if name == "vllm":
+        from nbdist.serve.vllm import VllmEngine
+
+        return VllmEngine(model, cache_tokens=options.get("cache_tokens"), **shared)
     if name == "reference":
         return ReferenceEngine(model, **shared)
-    raise ValueError(f"engine={name!r} is unknown; choose 'auto', 'native', 'hf' or 'reference'")
+    names = "'auto', 'native', 'hf', 'vllm' or 'reference'"
+    raise ValueError(f"engine={name!r} is unknown; choose {names}")
 
 
 def _probe(engine: Engine, face: ServedModel) -> None:
@@ -103,8 +112,14 @@ def _probe(engine: Engine, face: ServedModel) -> None:
     while engine.num_requests:
         for output in engine.step():
             made[output.request_id] += output.token_ids
-            if output.finish_reason == "error":
-                return  # such weights end every request with what was wrong
+            if output.finish_reason != "error":
+                continue
+            if engine.name == "native":
+                return  # weights that are not finite: they end each request with this text
+            raise ServeError(
+                f"engine {engine.name!r} was probed with two prompts, and one ended by: "
+                f"{output.detail}; serve it with engine='native'"
+            )
     for request in requests:
         _compare(engine.name, face, request, made[request.request_id])
 

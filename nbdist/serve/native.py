@@ -13,7 +13,7 @@ from nbdist.serve.blocks import BlockPool
 from nbdist.serve.engine import EngineLimits, EngineRequest, TokenOutput
 from nbdist.serve.request import check_prompt, check_sampling, room_of
 from nbdist.serve.runner import Runner
-from nbdist.serve.sampling import Sampler, logprob_of
+from nbdist.serve.sampling import Sampler, likeliest, logprob_of
 from nbdist.serve.scheduler import Scheduler
 from nbdist.serve.sequence import Chunk, Sequence
 
@@ -139,9 +139,7 @@ class NativeEngine:
         if computed.logits is None:
             return outputs
         logits = computed.logits
-        # two transfers for all rows
-        finite = logits.amax(dim=-1).isfinite().tolist() if len(logits) else []
-        likely = logits.argmax(dim=-1).tolist() if len(logits) else []
+        likely, finite = likeliest(logits)
         num_rows, at = len(computed.chunks), 0
         for chunk in computed.chunks:
             here = slice(at, at + chunk.num_logits)

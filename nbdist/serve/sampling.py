@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from nbdist.messages import Sampling
 
-__all__ = ["Sampler", "logprob_of"]
+__all__ = ["Sampler", "likeliest", "logprob_of"]
 
 
 class Sampler:
@@ -118,6 +118,19 @@ class Sampler:
         left = torch.zeros_like(probabilities)
         left[order[:size]] = ordered[:size]
         return left / left.sum()
+
+
+def likeliest(logits: Tensor) -> tuple[list[int], list[bool]]:
+    """Return of each row of (K, V) its largest place, and whether its largest number is finite."""
+    if not len(logits):
+        return [], []
+    if logits.device.type == "cpu":
+        # numpy's is up to twenty times faster than torch's; it knows no bfloat16
+        places = torch.from_numpy(logits.to(torch.float32).numpy().argmax(axis=-1))
+        largest = logits.gather(1, places[:, None])[:, 0]
+    else:
+        largest, places = logits.max(dim=-1)
+    return places.tolist(), largest.isfinite().tolist()
 
 
 def logprob_of(logits: Tensor, token: int, num_top: int) -> TokenLogprob:

@@ -132,8 +132,10 @@ def test_constraints_pin_names_to_versions_and_nothing_else():
 
 
 def test_constraints_satisfy_every_requirement_of_the_project():
-    extras = PROJECT["optional-dependencies"].values()
-    wanted = [Requirement(text) for texts in (PROJECT["dependencies"], *extras) for text in texts]
+    extras = dict(PROJECT["optional-dependencies"])
+    del extras["vllm"]  # not of the dev extra, whose closure is pinned: it pins a torch of its own
+    groups = (PROJECT["dependencies"], *extras.values())
+    wanted = [Requirement(text) for texts in groups for text in texts]
     pins = _pins()
 
     unmet = {

@@ -28,6 +28,8 @@ SHAPE = {
 }
 LLAMA = {**SHAPE, "intermediate_size": 64, "num_key_value_heads": 2}
 FAMILIES = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, attention_bias=True)),
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**LLAMA)),
     "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**LLAMA, sliding_window=8)),
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**LLAMA)),
     "gemma3": lambda: hf.Gemma3ForCausalLM(
@@ -211,5 +213,5 @@ def test_probe_refuses_an_engine_that_gives_other_tokens(model, monkeypatch):
 
 
 def test_make_engine_with_an_unknown_name_lists_the_known(model):
-    with pytest.raises(ValueError, match="'native', 'hf' or 'reference'"):
-        make_engine("vllm", model)
+    with pytest.raises(ValueError, match="'native', 'hf', 'vllm' or 'reference'"):
+        make_engine("other", model)

@@ -10,7 +10,7 @@ import torch
 from nbdist.messages import Sampling
 from nbdist.serve.engine import EngineLimits
 from nbdist.serve.request import check_prompt, check_sampling, sampling_of
-from nbdist.serve.sampling import Sampler
+from nbdist.serve.sampling import Sampler, likeliest
 
 LOGITS = torch.log(torch.tensor([0.1, 0.5, 0.15, 0.25]))
 
@@ -18,6 +18,19 @@ LOGITS = torch.log(torch.tensor([0.1, 0.5, 0.15, 0.25]))
 def draws(number: int, **options) -> Counter:
     sampler = Sampler(Sampling(**{"temperature": 1.0, "seed": 0, **options}))
     return Counter(sampler.choose(LOGITS) for _ in range(number))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dense", [True, False])
+def test_likeliest_finds_the_largest_and_what_is_not_finite(dtype, dense):
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(2)).to(dtype)
+    logits[1, 7], logits[2, 8], logits[3] = torch.nan, torch.inf, -torch.inf
+    logits = logits if dense else logits.t().contiguous().t()
+
+    places, finite = likeliest(logits)
+    assert finite == [True, False, False, False, True]
+    assert [logits[row, places[row]] for row in (0, 4)] == [logits[row].max() for row in (0, 4)]
+    assert likeliest(logits[:0]) == ([], [])
 
 
 def test_sampler_at_temperature_zero_takes_the_most_likely():
