@@ -22,6 +22,7 @@ from nbdist.cluster.names_table import NamesTable
 from nbdist.cluster.recovering import Recovering
 from nbdist.cluster.resizing import Resizing
 from nbdist.cluster.result import CellResult
+from nbdist.cluster.serving import Serving
 from nbdist.cluster.source import check_ranks, check_source
 from nbdist.cluster.watch import Watch
 from nbdist.errors import NoWorldError, RankLostError
@@ -39,7 +40,7 @@ from nbdist.runfiles import WorldRecord, find_world
 __all__ = ["World"]
 
 
-class World(Mapping, Resizing):
+class World(Mapping, Resizing, Serving):
     """Ranks that keep their variables between calls. Use as a context manager in scripts.
 
     Made by `World.start` or `World.attach`. Every method may be called from the client only;

@@ -17,7 +17,7 @@ from nbdist.serve.desk import desk_of
 from nbdist.serve.drafting import DraftModelProposer
 from nbdist.serve.engines import make_engine
 from nbdist.serve.ports import current_port
-from nbdist.serve.quantise import check_bits, quantise
+from nbdist.serve.quantise import check_bits, quantise, weight_bytes
 from nbdist.serve.resident import resident_copy
 from nbdist.serve.speculative import NGramProposer, Speculation
 
@@ -115,11 +115,10 @@ def serve(
         speculation=_speculation(speculation, resident, max_batch),
     )
     batcher = Batcher(running, plain, emit=port.emit, end_token_id=end_token_id, rank=port.rank)
-    device = next(resident.parameters()).device
-    return _install(batcher, device, name, port)
+    return _install(batcher, resident, name, port)
 
 
-def _install(batcher: Batcher, device: torch.device, name: str, port: RankPort) -> Replica:
+def _install(batcher: Batcher, resident: nn.Module, name: str, port: RankPort) -> Replica:
     """Start the replica's thread and let it answer for its name."""
     desk = desk_of(port)
     served = ModelServed(
@@ -129,7 +128,9 @@ def _install(batcher: Batcher, device: torch.device, name: str, port: RankPort) 
         max_batch=batcher.engine.limits.max_batch,
         context_length=batcher.engine.limits.context_length,
         engine=batcher.engine.name,
+        weights_bytes=weight_bytes(resident),
     )
+    device = next(resident.parameters()).device
     replica = Replica(batcher, served, on_end=desk.remove, device=device)
     desk.install(replica)
     return replica
@@ -161,6 +162,7 @@ class Replica:
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._open = True
+        self._draining = False
         self._end = ("cancelled", "")
         self._thread = threading.Thread(
             target=self._run, name=f"nbdist-serve-{served.model}-{served.version}", daemon=True
@@ -187,9 +189,19 @@ class Replica:
     def put(self, message: Message) -> bool:
         """Hand over a `GenerateRequest` or `CancelRequest`; False when the replica has stopped."""
         with self._lock:
-            if self._open:
+            takes = self._open or (self._draining and isinstance(message, CancelRequest))
+            if takes:
                 self._inbox.put(message)
-            return self._open
+            return takes
+
+    def drain(self) -> None:
+        """Take no more requests, and wait until those that run are done and the memory is free."""
+        with self._lock:
+            if self._open:
+                self._open, self._draining = False, True
+                self._inbox.put(CancelRequest(request_id=""))  # wakes an idle thread
+        self._thread.join()
+        self._on_end(self)
 
     def stop(self, detail: str = "", *, timeout_seconds: float = 10.0) -> None:
         """Take no more requests, end the running ones as `cancelled`, and free the memory.
@@ -199,8 +211,8 @@ class Replica:
             timeout_seconds: how long to wait for the step that runs.
         """
         with self._lock:
-            if self._open:
-                self._open = False
+            if self._open or self._draining:
+                self._open = self._draining = False
                 detail = detail or f"`stop` ended the replica of model {self.served.model!r}"
                 self._end = ("cancelled", detail)
                 self._inbox.put(None)
@@ -224,7 +236,7 @@ class Replica:
                     f"by {type(error).__name__}: {error}; call `serve` again"
                 )
                 with self._lock:
-                    self._open = False
+                    self._open = self._draining = False
                     self._end = ("error", detail)
                 self._on_end(self)
             while not self._inbox.empty():  # what came before the door closed
@@ -235,6 +247,8 @@ class Replica:
 
     def _receive(self, batcher: Batcher) -> bool:
         """Take all messages that are there, waiting when there is no work; False at the end."""
+        if self._draining and self._inbox.empty() and not batcher.num_requests:
+            return False
         wait = batcher.wait_seconds()
         try:
             message = self._inbox.get(block=wait != 0.0, timeout=wait or None)
