@@ -20,6 +20,7 @@ from nbdist.cluster.names_table import NamesTable
 from nbdist.cluster.result import CellResult
 from nbdist.cluster.running import Running
 from nbdist.cluster.searching import Searching
+from nbdist.cluster.serving import Serving
 from nbdist.cluster.source import check_ranks, check_source
 from nbdist.errors import NoWorldError
 from nbdist.messages import (
@@ -36,7 +37,7 @@ from nbdist.runfiles import WorldRecord, find_world
 __all__ = ["World"]
 
 
-class World(Searching, Running):
+class World(Searching, Running, Serving):
     """Ranks that keep their variables between calls. Use as a context manager in scripts.
 
     Made by `World.start` or `World.attach`. Every method may be called from the client only;

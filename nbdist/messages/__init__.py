@@ -41,11 +41,15 @@ from nbdist.messages.serving import (
     CancelRequest,
     EngineStats,
     GenerateRequest,
+    ListServed,
     ModelServed,
+    ModelsUnloaded,
     Sampling,
+    ServedList,
     ServeQuery,
     TokenEvent,
     TokenLogprob,
+    UnloadModels,
 )
 from nbdist.messages.survival import CanRecover, Recovered
 from nbdist.messages.wire import Message, from_wire, to_wire, topic_of
@@ -98,6 +102,10 @@ __all__ = [
     "EngineStats",
     "ServeQuery",
     "ModelServed",
+    "ListServed",
+    "ServedList",
+    "UnloadModels",
+    "ModelsUnloaded",
     "GenerateRequest",
     "CancelRequest",
     "TokenEvent",

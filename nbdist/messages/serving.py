@@ -12,6 +12,10 @@ __all__ = [
     "EngineStats",
     "ServeQuery",
     "ModelServed",
+    "ListServed",
+    "ServedList",
+    "UnloadModels",
+    "ModelsUnloaded",
     "GenerateRequest",
     "CancelRequest",
     "TokenEvent",
@@ -129,14 +133,20 @@ class EngineStats:
 
 @message("serve_query")
 class ServeQuery(Message):
-    """Client to rank: which models do you serve? Answered by one `ModelServed` a model."""
+    """Client to rank: do you serve this model? Answered by a `ModelServed`, `gone` when not."""
 
     query_id: str
+    model: str = "default"
 
 
 @message("model_served")
 class ModelServed(Message):
-    """Rank to client: a replica of `model` answers requests on this rank."""
+    """Rank to client: a replica of `model` answers requests on this rank, or does so no more.
+
+    Attributes:
+        weights_bytes: what the replica's weights take; those of training are not counted.
+        state: `serving`; `draining` when it takes no new requests; `gone` when it has ended.
+    """
 
     rank: int
     model: str
@@ -146,6 +156,55 @@ class ModelServed(Message):
     query_id: str = ""
     engine: str = "native"
     stats: EngineStats = field(default_factory=EngineStats)
+    weights_bytes: int = 0
+    state: str = "serving"
+
+
+@message("list_served")
+class ListServed(Message):
+    """Client to rank: what do you serve? Answered by one `ServedList`."""
+
+    query_id: str
+
+
+@message("served_list")
+class ServedList(Message):
+    """Rank to client: all that this rank serves."""
+
+    rank: int
+    query_id: str
+    models: tuple[ModelServed, ...] = ()
+
+
+@message("unload")
+class UnloadModels(Message):
+    """Client to rank: stop serving. Answered by one `ModelsUnloaded` when all is done.
+
+    Attributes:
+        model: which one; None for all.
+        now: end running requests as `cancelled` instead of letting them finish.
+    """
+
+    query_id: str
+    model: str | None = None
+    now: bool = False
+
+
+@message("unloaded")
+class ModelsUnloaded(Message):
+    """Rank to client: these models are served no more, and their memory is given back.
+
+    Attributes:
+        models: their names; empty when the rank served none of them.
+        host_bytes: resident memory of the process, before and after.
+        device_bytes: what the process holds of its GPU's memory, before and after; 0 without one.
+    """
+
+    rank: int
+    query_id: str
+    models: tuple[str, ...] = ()
+    host_bytes: tuple[int, ...] = (0, 0)
+    device_bytes: tuple[int, ...] = (0, 0)
 
 
 @message("generate")

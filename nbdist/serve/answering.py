@@ -51,6 +51,7 @@ class Replica:
         self._lock = threading.Lock()
         self._using = threading.Lock()  # the batcher
         self._open = True
+        self._draining = False
         self._end = ("cancelled", "")
         self._thread = threading.Thread(
             target=self._run, name=f"nbdist-serve-{served.model}-{served.version}", daemon=True
@@ -77,9 +78,19 @@ class Replica:
     def put(self, message: Message) -> bool:
         """Hand over a `GenerateRequest` or `CancelRequest`; False when the replica has stopped."""
         with self._lock:
-            if self._open:
+            takes = self._open or (self._draining and isinstance(message, CancelRequest))
+            if takes:
                 self._inbox.put(message)
-            return self._open
+            return takes
+
+    def drain(self) -> None:
+        """Take no more requests, and wait until those that run are done and the memory is free."""
+        with self._lock:
+            if self._open:
+                self._open, self._draining = False, True
+                self._inbox.put(CancelRequest(request_id=""))  # wakes an idle thread
+        self._thread.join()
+        self._on_end(self)
 
     def stop(self, detail: str = "", *, timeout_seconds: float = 10.0) -> None:
         """Take no more requests, end the running ones as `cancelled`, and free the memory.
@@ -89,8 +100,8 @@ class Replica:
             timeout_seconds: how long to wait for the step that runs.
         """
         with self._lock:
-            if self._open:
-                self._open = False
+            if self._open or self._draining:
+                self._open = self._draining = False
                 detail = detail or f"`stop` ended the replica of model {self.served.model!r}"
                 self._end = ("cancelled", detail)
                 self._inbox.put(None)
@@ -112,7 +123,7 @@ class Replica:
             Whether the replica is still there.
         """
         with self._using:
-            if (batcher := self._batcher) is None or not self._open:
+            if (batcher := self._batcher) is None or not (self._open or self._draining):
                 return False
             try:
                 with turn:
@@ -125,7 +136,7 @@ class Replica:
                 self._inbox.put(None)
                 if not isinstance(error, Exception):
                     raise
-            return self._open
+            return self._open or self._draining
 
     def _run(self) -> None:
         batcher = self._batcher
@@ -154,13 +165,15 @@ class Replica:
             f"by {type(error).__name__}: {error}; call `serve` again"
         )
         with self._lock:
-            self._open = False
+            self._open = self._draining = False
             self._end = ("error", detail)
         self._on_end(self)
 
     def _receive(self, batcher: Batcher) -> bool:
         """Take all messages that are there, waiting when there is no work; False at the end."""
         with self._using:
+            if self._draining and self._inbox.empty() and not batcher.num_requests:
+                return False
             wait = batcher.wait_seconds()
         try:
             message = self._inbox.get(block=wait != 0.0, timeout=wait or None)

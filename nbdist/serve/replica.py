@@ -17,6 +17,7 @@ from nbdist.serve.options import (
     speculation_of,
 )
 from nbdist.serve.ports import current_port
+from nbdist.serve.quantise import weight_bytes
 from nbdist.serve.seat import Seat
 
 if TYPE_CHECKING:
@@ -118,5 +119,6 @@ def serve(
         speculation=speculation_of(speculation, resident, max_batch),
     )  # fmt: skip
     weights = live_weights(model, share=share, turns=turns)
-    seat = Seat(running, next(resident.parameters()).device, crew, weights, port)
+    device = next(resident.parameters()).device
+    seat = Seat(running, device, crew, weights, port, weight_bytes(resident))
     return seat.take(name, plain, end_token_id, steps_between)

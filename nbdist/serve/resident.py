@@ -16,9 +16,29 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-__all__ = ["bare_model", "empty_model", "fill", "named_weights", "resident_copy", "shared_view"]
+__all__ = [
+    "GivenAway",
+    "bare_model",
+    "empty_model",
+    "fill",
+    "named_weights",
+    "resident_copy",
+    "shared_view",
+]
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+class GivenAway(torch.nn.Module):
+    """Around a model that nobody else uses: it is served itself, not a copy of it.
+
+    Args:
+        module: whole, on the device that serves it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
 
 
 def resident_copy(model: nn.Module) -> nn.Module:
@@ -30,11 +50,14 @@ def resident_copy(model: nn.Module) -> nn.Module:
 
     Args:
         model: built by `type(model)(model.config)`; FSDP2, tensor parallelism, DDP, activation
-            checkpointing and compilation may be around or on it.
+            checkpointing and compilation may be around or on it. One that is `GivenAway` is
+            returned itself.
 
     Raises:
         ServeError: a copy cannot be built from the model's config and weights.
     """
+    if isinstance(model, GivenAway):
+        return model.module.eval().requires_grad_(requires_grad=False)
     bare = bare_model(model)
     return fill(empty_model(bare), _once(named_weights(bare), _owned))
 

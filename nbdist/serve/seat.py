@@ -36,6 +36,7 @@ class Seat:
         crew: the ranks that run it together; None when this one does alone.
         weights: that are trained meanwhile; None where that need not be known.
         port: the rank's way to the client.
+        weights_bytes: that this rank holds of the model.
     """
 
     engine: Engine
@@ -43,6 +44,7 @@ class Seat:
     crew: Crew | None
     weights: LiveWeights | None
     port: RankPort
+    weights_bytes: int
 
     def take(
         self, name: str, tokenizer: Tokenizer, end_token_id: int | None, turn_steps: int
@@ -63,6 +65,7 @@ class Seat:
             max_batch=limits.max_batch,
             context_length=limits.context_length,
             engine=self.engine.name,
+            weights_bytes=self.weights_bytes,
         )
         if self.crew and not self.crew.is_first:
             return self._follow(self.crew, served)
