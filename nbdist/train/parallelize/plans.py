@@ -49,8 +49,9 @@ _HEADS = ("head", "lm_head")
 def infer_plan(model: nn.Module, tp: int) -> Plan:
     """Return a plan for `DecoderLM`, Llama-like Hugging Face models and `nn.Transformer` layers.
 
-    Layers are known by their names inside one module, which may be inside another. Attention of `nn.MultiheadAttention` stays
-    whole: it keeps the three projections in one weight. Layers that are not named here stay whole.
+    Layers are known by their names inside one module, which may be inside another. Attention of
+    `nn.MultiheadAttention` stays whole: it keeps the three projections in one weight. Layers that
+    are not named here stay whole.
 
     Raises:
         ValueError: nothing is known, or heads cannot be dealt to `tp` ranks.
