@@ -29,7 +29,7 @@ class Serving:
             what: a Hugging Face directory (config.json, tokenizer.json, *.safetensors) that all
                 ranks see; with `tokenizer`, the name of a model on the ranks, of which a copy is
                 served.
-            **order: the other fields of `ServeOrder`, such as `replicas=2`, `name="small"`,
+            **order: the other fields of `ServeOrder`, such as `replicas=2`, `tp=2`, `name="small"`,
                 `tokenizer="tokenizer"` or `weight_bits=8`.
 
         Raises:
@@ -37,7 +37,7 @@ class Serving:
             RemoteCellError: loading failed on a rank; others may serve already.
         """
         wanted = ServeOrder(what=str(what), **order).checked(len(self.infos))
-        self.run(wanted.cell(), range(wanted.replicas or 0))
+        self.run(wanted.cell(), range(wanted.num_ranks))
         return Router(cast("RanksPort", self), wanted.name)
 
     def served(self) -> list[ModelServed]:

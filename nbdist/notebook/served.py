@@ -31,7 +31,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "without it: list what is served",
     )  # fmt: skip
     parser.add_argument("--tokenizer", metavar="NAME", help="the tokenizer's name on the ranks")
-    parser.add_argument("--replicas", type=int, metavar="N", help="ranks 0 to N-1; default: all")
+    parser.add_argument("--replicas", type=int, metavar="N", help="default: all ranks serve")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks a replica; default 1")
+    parser.add_argument(
+        "--share", action="store_true", help="no copy: the weights that are trained themselves"
+    )
     parser.add_argument("--name", default="default", help="what requests ask for")
     parser.add_argument("--engine", choices=ENGINES, default="auto", help="default: auto")
     parser.add_argument("--weight-bits", type=int, choices=(8, 4), help="round linear weights")
@@ -61,13 +65,15 @@ def serve(world: World, arguments: argparse.Namespace, run: Callable[[str, range
         tokenizer=arguments.tokenizer,
         name=arguments.name,
         replicas=arguments.replicas,
+        tp=arguments.tp,
+        share=arguments.share,
         engine=arguments.engine,
         weight_bits=arguments.weight_bits,
         max_batch=arguments.max_batch,
     ).checked(world.num_ranks)
     if arguments.http:
         check_installed()
-    run(order.cell(), range(order.replicas or 0))
+    run(order.cell(), range(order.num_ranks))
     say(table([one for one in world.served() if one.model == order.name]))
     say(_next_steps(order.name))
     if arguments.http:

@@ -53,6 +53,8 @@ def carry_out(names: dict[str, Any], **order: Any) -> None:
         max_waiting=wanted.max_waiting,
         cache_tokens=wanted.cache_tokens,
         end_token=end_token,
+        tp=wanted.tp,
+        share=wanted.share,
     )
 
 
@@ -91,10 +93,10 @@ def _named(names: dict[str, Any], wanted: ServeOrder) -> tuple[nn.Module, Any]:
     if not isinstance(model, torch.nn.Module):
         raise ServeError(f"{asked}, and `{wanted.what}` is a {type(model).__name__}; name a module")
     num_ranks = names["world_size"]
-    if wanted.replicas != num_ranks and any(isinstance(p, DTensor) for p in model.parameters()):
+    if wanted.num_ranks != num_ranks and any(isinstance(p, DTensor) for p in model.parameters()):
         raise ServeError(
-            f"{asked} on {wanted.replicas} of {num_ranks} ranks, and it is sharded: all ranks must "
-            f"give their shards; ask for {num_ranks} replicas"
+            f"{asked} on {wanted.num_ranks} of {num_ranks} ranks, and it is sharded: all ranks "
+            "must give their shards; leave the number of replicas out"
         )
     return model, tokenizer
 

@@ -21,7 +21,9 @@ class ServeOrder:
         what: a Hugging Face directory that all ranks see; with `tokenizer`, a name on the ranks.
         tokenizer: the name of the model's tokenizer on the ranks; None for a directory.
         name: what requests ask for.
-        replicas: how many ranks serve it, from rank 0 on; None for all.
+        replicas: how many replicas serve it, on the ranks from 0 on; None for all ranks.
+        tp: ranks of a replica; each holds its part of the weights.
+        share: serve the weights of a model on the ranks themselves, also while they are trained.
         engine, weight_bits, max_batch, max_waiting, cache_tokens, speculation, end_token: see
             `nbdist.serve.serve`; a directory says itself what its end token is.
     """
@@ -30,6 +32,8 @@ class ServeOrder:
     tokenizer: str | None = None
     name: str = "default"
     replicas: int | None = None
+    tp: int = 1
+    share: bool = False
     engine: str = "auto"
     weight_bits: int | None = None
     max_batch: int = 8
@@ -49,12 +53,7 @@ class ServeOrder:
         Raises:
             ValueError: it cannot be carried out; the text says what was found and what to do.
         """
-        replicas = num_ranks if self.replicas is None else self.replicas
-        if not 1 <= replicas <= num_ranks:
-            raise ValueError(
-                f"{replicas} replicas were asked for, one a rank, and the world has {num_ranks} "
-                f"ranks; ask for 1 to {num_ranks}, or change the world: `%distributed resize -n N`"
-            )
+        replicas = self._checked_replicas(num_ranks)
         if self.engine not in ENGINES:
             raise ValueError(f"engine={self.engine!r} is unknown; choose one of {list(ENGINES)}")
         if self.weight_bits not in (None, 8, 4):
@@ -75,6 +74,40 @@ class ServeOrder:
         words = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
         # no import statement: it would leave a name among the user's
         return f"__import__('nbdist.serve.loading', fromlist=['*']).carry_out(globals(), {words})"
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks a checked order needs, from rank 0 on."""
+        return (self.replicas or 0) * self.tp
+
+    def _checked_replicas(self, num_ranks: int) -> int:
+        if self.tp < 1 or num_ranks % self.tp:
+            raise ValueError(
+                f"tp={self.tp} was asked for, and replicas of so many ranks do not cover a world "
+                f"of {num_ranks}; set it to a divisor, or change the world: "
+                "`%distributed resize -n N`"
+            )
+        most = num_ranks // self.tp
+        replicas = most if self.replicas is None else self.replicas
+        if not 1 <= replicas <= most:
+            raise ValueError(
+                f"{replicas} replicas were asked for, of {self.tp} ranks each, and the world has "
+                f"{num_ranks} ranks; ask for 1 to {most}, or change the world: "
+                "`%distributed resize -n N`"
+            )
+        if self.share and (self.is_directory or self.replicas is not None or self.tp > 1):
+            raise ValueError(
+                "share was asked for, which serves the weights of a model that all ranks have; "
+                "give its name and its tokenizer's, and neither replicas nor tp"
+            )
+        plain = self.engine in ("auto", "native") and not (self.weight_bits or self.speculation)
+        if (self.share or self.tp > 1) and not plain:
+            raise ValueError(
+                f"tp={self.tp}, share={self.share} was asked for with engine={self.engine!r}, "
+                f"weight_bits={self.weight_bits}, speculation={self.speculation!r}; parts of a "
+                "model and shared weights are served by 'native' alone, without the others"
+            )
+        return replicas
 
     def _checked_names(self) -> str:
         for name in (self.what, str(self.tokenizer)):

@@ -81,6 +81,21 @@ def test_directory_is_served_listed_asked_and_unloaded_in_a_notebook(notebook, d
     assert "nothing is served" in after.out
 
 
+def test_directory_is_cut_over_two_ranks_that_answer_as_one(notebook, directory, wanted, llama):
+    served = notebook.run(f"%distributed serve '{directory}' --tp 2")
+    asked = notebook.run(f"import nbdist\nprint({ASK})")
+    held = notebook.run("print(nbdist.current_world().served()[0].weights_bytes)")
+    unloaded = notebook.run("%distributed unload")
+
+    assert served.status == "ok", served.traceback
+    rows = [line for line in served.out.splitlines() if line.startswith("default ")]
+    assert [row.split()[1] for row in rows] == ["0"]
+    assert str(wanted) in asked.out
+    # half of it, but for norms, which are whole
+    assert int(held.out) < 0.52 * sum(p.nbytes for p in llama.parameters())
+    assert "default unloaded" in unloaded.out
+
+
 def test_model_of_the_ranks_is_served_by_its_name_on_one_of_them(notebook, directory, wanted):
     notebook.run(
         "%%distributed\nimport transformers, tokenizers\n"
@@ -107,7 +122,7 @@ def test_sharded_model_on_fewer_ranks_than_hold_it_is_refused_at_once(notebook):
     refused = notebook.run("%distributed serve sharded --tokenizer t --replicas 1")
 
     assert made.status == "ok", made.traceback
-    assert "it is sharded: all ranks must give their shards; ask for 2 replicas" in refused.evalue
+    assert "it is sharded: all ranks must give their shards; leave the number" in refused.evalue
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,10 @@ def test_order_knows_all_engines():
     [
         ({"replicas": 3}, r"3 replicas were asked for.* has 2 ranks; ask for 1 to 2"),
         ({"replicas": 0}, r"0 replicas were asked for"),
+        ({"replicas": 2, "tp": 2}, r"2 replicas were asked for, of 2 ranks each.*ask for 1 to 1"),
+        ({"tp": 3}, r"tp=3 was asked for, and .* do not cover a world of 2; set it to a divisor"),
+        ({"tp": 2, "weight_bits": 8}, r"weight_bits=8, .*served by 'native' alone"),
+        ({"share": True}, r"share was asked for, .*give its name and its tokenizer's"),
         ({"engine": "fast"}, r"engine='fast' is unknown; choose one of \['auto', 'native'"),
         ({"weight_bits": 3}, r"weight_bits=3 was asked for; weights are kept in 8 or 4 bits"),
         ({"speculation": "draft"}, r"speculation='draft' was asked for; 'ngram' is there"),
