@@ -19,7 +19,7 @@ from torch.nn import functional
 from nbdist.errors import ServeError
 from nbdist.serve.resident import bare_model, empty_model, fill, named_weights
 from nbdist.serve.wire import own_group
-from nbdist.train.models import DecoderLM
+from nbdist.train.parallelize.plans import decoders
 from nbdist.train.parallelize.record import applied_to
 from nbdist.train.parallelize.tensor import resolve_plan
 
@@ -103,8 +103,10 @@ def cut_empty(model: nn.Module, ranks: list[int]) -> tuple[nn.Module, Cut]:
             _cut_module(empty, name, style, cut)
     if any(name.endswith("attention.key.weight") for name in cut.dimensions):
         empty.num_local_kv_heads = empty.config.num_kv_heads // len(ranks)
-    if isinstance(empty, DecoderLM) and empty.head is None:  # the embedding is the head as well
-        empty.register_forward_hook(lambda _, __, out: _joined(out, cut.group))
+    for prefix, decoder in decoders(empty).items():
+        if decoder.head is None and f"{prefix}embedding.weight" in cut.dimensions:
+            # the embedding is the head as well
+            decoder.register_forward_hook(lambda _, __, out: _joined(out, cut.group))
     return empty, cut
 
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from nbdist.errors import ServeError
 from nbdist.messages import Sampling
 from nbdist.serve import Router, serve, weights
 from nbdist.serve.adapt import adapted
@@ -110,33 +111,39 @@ def _train(model, optimizer):
     optimizer.zero_grad()
 
 
-def _copies(rank):
+def _served(rank):
     tokenizer, found = _tokenizer(), {}
-    for name, make in {
-        "untied": _model,
-        "tied": lambda: _model(tied=True),
-        "llama": _llama,
-        "sharded": lambda: parallelize(_model(), build_mesh()),
+    for name, (make, how) in {
+        "copy": (_model, {"tp": 2}),
+        "copy, tied": (lambda: _model(tied=True), {"tp": 2}),
+        "copy of shards": (lambda: parallelize(_model(), build_mesh()), {"tp": 2}),
+        "copy of a Llama": (_llama, {"tp": 2}),
+        "shards of a Llama": (lambda: parallelize(_llama(), build_mesh()), {"share": True}),
+        "parts of a Llama": (
+            lambda: parallelize(_llama(), build_mesh(MeshConfig(tp=2))),
+            {"share": True},
+        ),
     }.items():
         model = make()
         expected = _alone(model, tokenizer)
         with LoopbackRanks(2) as ranks:
-            replica = serve(model, tokenizer, tp=2, max_batch=3, port=ranks.ports[rank])
-            before = expected, _asked(ranks, replica)
-            if name == "sharded":  # the training group is free, and the copy is a copy
+            replica = serve(model, tokenizer, **how, max_batch=3, port=ranks.ports[rank])
+            found[name] = expected, _asked(ranks, replica)
+            if name == "copy of shards":  # the training group is free, and the copy is a copy
                 _train(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-                before = expected, _asked(ranks, replica)
+                found["copy of before"] = expected, _asked(ranks, replica)
             dist.barrier()
             replica.stop()
-            found[name] = before
             assert not replica.running, name
     return found, [t.name for t in threading.enumerate() if t.name.startswith("nbdist-serve")]
 
 
-def test_a_copy_cut_over_two_ranks_answers_like_the_whole_model():
-    for rank, (found, threads) in enumerate(run_ranks(_copies, 2)):
+def test_two_ranks_answer_like_the_whole_model():
+    pytest.importorskip("transformers")
+
+    for rank, (found, threads) in enumerate(run_ranks(_served, 2)):
         assert threads == []
-        assert list(found) == ["untied", "tied", "llama", "sharded"]
+        assert len(found) == 7
         for name, (expected, answers) in found.items():
             assert answers == (expected if rank == 0 else None), name
 
@@ -149,8 +156,15 @@ SHARED = {
 }
 
 
+def _halve(model, _optimizer):
+    """Write as no optimizer does."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
 def _shared(rank, cases, make):
-    """Serve, train a step, serve: what came, and what a whole copy makes, before and after."""
+    """Serve, change the weights, serve: what came each time, and what a whole copy makes."""
     tokenizer, found = _tokenizer(), {}
     for name, options in cases.items():
         mesh = build_mesh(options.get("mesh"))
@@ -160,9 +174,9 @@ def _shared(rank, cases, make):
         with LoopbackRanks(dist.get_world_size()) as ranks:
             replica = serve(model, tokenizer, share=True, port=ranks.ports[rank])
             pairs = []
-            for step in range(2):
-                if step:
-                    _train(model, optimizer)
+            for change in (None, _train, _halve):
+                if change is not None:
+                    change(model, optimizer)
                 pairs.append((_alone(model, tokenizer), _asked(ranks, replica)))
                 dist.barrier()
             replica.stop()
@@ -171,25 +185,25 @@ def _shared(rank, cases, make):
     return found
 
 
-def test_shared_weights_answer_like_a_whole_copy_after_every_step():
+def test_shared_weights_answer_like_a_whole_copy_after_every_change():
     for rank, found in enumerate(run_ranks(_shared, 2, SHARED, _model)):
         assert list(found) == list(SHARED)
         for name, pairs in found.items():
             wholes = [expected for expected, _ in pairs]
-            assert wholes[0] != wholes[1], name
+            assert wholes[0] != wholes[1] != wholes[2], name
             answers = [answer for _, answer in pairs]
-            assert answers == (wholes if rank == 0 or name == "ddp" else [None] * 2), name
+            assert answers == (wholes if rank == 0 or name == "ddp" else [None] * 3), name
 
 
 def test_uneven_shards_of_three_ranks_answer_like_a_whole_copy():
-    first, *others = run_ranks(_shared, 3, {"zero3": {}}, _llama)
+    first, *others = run_ranks(_shared, 3, {"zero3": {}}, _model)
 
     for expected, answers in first["zero3"]:
         assert answers == expected
     assert all(answer is None for found in others for _, answer in found["zero3"])
 
 
-def _in_training(rank, when, options):
+def _in_training(rank, when, options, share):
     """Train until all prompts are answered; the weights are written and keep their values."""
     weights._PATIENCE_SECONDS = 60.0  # a slow machine is still training
     tokenizer = _tokenizer()
@@ -197,9 +211,8 @@ def _in_training(rank, when, options):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     expected = _alone(model, tokenizer)
     with LoopbackRanks(2) as ranks:
-        replica = serve(
-            model, tokenizer, share=True, when=when, steps_between=2, port=ranks.ports[rank]
-        )
+        how = {"share": True} if share else {"tp": 2}
+        replica = serve(model, tokenizer, **how, when=when, steps_between=2, port=ranks.ports[rank])
         _train(model, optimizer)  # from here on it is in training
         num_before = replica.stats().num_steps
         running = []
@@ -226,10 +239,16 @@ def _on_any_rank(value):
 
 
 @pytest.mark.parametrize(
-    ("when", "name"), [("beside", "zero3"), ("beside", "tp"), ("between_steps", "zero3")]
+    ("when", "name", "share"),
+    [
+        ("beside", "zero3", True),
+        ("beside", "tp", True),
+        ("between_steps", "zero3", True),
+        ("between_steps", "zero3", False),
+    ],
 )
-def test_prompts_are_answered_while_shards_are_trained(when, name):
-    first, second = run_ranks(_in_training, 2, when, SHARED[name])
+def test_prompts_are_answered_while_their_ranks_train(when, name, share):
+    first, second = run_ranks(_in_training, 2, when, SHARED[name], share)
 
     expected, answers, stats, (num_steps, num_updates), num_hooks = first
     assert [text for text, _ in answers] == expected
@@ -239,7 +258,7 @@ def test_prompts_are_answered_while_shards_are_trained(when, name):
     if when == "between_steps":
         assert 0 < num_steps <= 2 * num_updates
         # ten tokens at two an update: all span several
-        assert all("of both versions" in detail for _, detail in answers)
+        assert [("of both versions" in detail) for _, detail in answers] == [share] * len(PROMPTS)
 
 
 def _tensor_bytes():
@@ -252,21 +271,28 @@ def _tensor_bytes():
 
 
 def _on_two_axes(rank):
-    """FSDP over tensor parallelism on four ranks; copies cut over two make two replicas."""
+    """On four ranks: FSDP over tensor parallelism; twice two ranks that are a replica each."""
     tokenizer, found = _tokenizer(), {}
     model = parallelize(_model(tied=True), build_mesh(MeshConfig(dp_shard=2, tp=2)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    _train(model, optimizer)
     before = _tensor_bytes()
     view = shared_shards(model)
     more = _tensor_bytes() - before
     del view
     with LoopbackRanks(4) as ranks:
-        for name, options in {"share": {"share": True}, "copy": {"tp": 2}}.items():
-            _train(model, optimizer)
+        for name, options in {
+            "share": {"share": True},
+            "copy": {"tp": 2},
+            "replicate": {"share": True},
+        }.items():
+            if name == "replicate":
+                model = parallelize(_model(), build_mesh(MeshConfig(dp_replicate=2, dp_shard=2)))
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
             replica = serve(model, tokenizer, **options, port=ranks.ports[rank])
             pairs = [(_alone(model, tokenizer), _asked(ranks, replica))]
             dist.barrier()
-            if name == "share":
+            if name != "copy":
                 _train(model, optimizer)
                 pairs.append((_alone(model, tokenizer), _asked(ranks, replica)))
             dist.barrier()
@@ -329,6 +355,13 @@ def _in_turn(rank):
         together._thread.join(30)
         found = alone.running, together.running, again.served.version, again.running
         again.stop()
+    experts = DecoderConfig(vocab_size=288, hidden_size=32, context_length=16, num_experts=2)
+    spread = parallelize(DecoderLM(experts), build_mesh(MeshConfig(ep=2)))
+    with pytest.raises(ServeError, match="cut over ep, whose ranks hold different layers"):
+        serve(spread, tokenizer, share=True, port=ranks.ports[rank])
+    shards = parallelize(_model(), build_mesh())
+    with pytest.raises(ValueError, match="its pace differs from rank to rank"):
+        serve(shards, tokenizer, share=True, speculation="ngram", port=ranks.ports[rank])
     return answers == _alone(model, tokenizer), found
 
 
