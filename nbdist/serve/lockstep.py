@@ -137,8 +137,11 @@ class Member:
     def _agree(self, wire: Wire, *, is_mine: bool) -> bool:
         weights = self.weights if self.weights and self.weights.is_shared else None
         num_updates = weights.num_updates if weights else 0
-        if is_mine and weights and weights.changed():
-            self._is_stale = True  # on all ranks, once they agree
+        if is_mine and weights:
+            try:
+                self._is_stale |= weights.changed()  # so on all ranks, once they agree
+            except ServeError as error:  # the others wait for this rank's word
+                self.leaving = str(error)
         state = (bool(self.leaving), not is_mine, num_updates, -num_updates, self._is_stale)
         failed, is_busy, most, least, is_stale = wire.agree([int(value) for value in state])
         self._check(failed)

@@ -77,7 +77,7 @@ class LiveWeights:
 
     @property
     def training_seconds(self) -> float:
-        """From the end of the first update to that of the last one."""
+        """From the first update to the end of the last one, and of what was served after it."""
         return self._last_update - self._first_update
 
     def changed(self) -> bool:
@@ -112,23 +112,25 @@ class LiveWeights:
         self.after_update = None
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.is_shared and self._is_ours(optimizer):
+        if not self._is_ours(optimizer):
+            return
+        if not self.num_updates:
+            self._first_update = self._last_update = self._clock()
+        if self.is_shared:
             self.held_seconds += self.gate.begin_update(sys._getframe(1))
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._is_ours(optimizer):
             return
         now = self._clock()
-        if self.num_updates:
-            self._interval = now - self._last_update
-        else:
-            self._first_update = now
+        self._interval = now - self._last_update
         self._last_update = now
         self.num_updates += 1
         self.gate.end_update()
         if self.after_update is not None:
             self.after_update()
-            self.held_seconds += self._clock() - now
+            self._last_update = self._clock()
+            self.held_seconds += self._last_update - now
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         alive = self._alive()

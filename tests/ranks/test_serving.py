@@ -343,6 +343,25 @@ def test_one_rank_that_leaves_ends_the_replica_on_all():
     assert "cancelled" in first[4]
 
 
+def _moves(rank):
+    """One rank gives its shard other memory: it is stale there, and nobody may go on with it."""
+    tokenizer, model = _tokenizer(), parallelize(_model(), build_mesh())
+    with LoopbackRanks(2) as ranks:
+        replica = serve(model, tokenizer, share=True, port=ranks.ports[rank])
+        if rank == 1:
+            moved = next(model.parameters())
+            moved._local_tensor = moved._local_tensor.clone()
+        dist.barrier()
+        asked = Router(ranks, query_seconds=30).submit("the") if rank == 0 else None
+        ended = asked.wait(30) and asked.finish_reason if asked else None
+        replica._thread.join(30)
+    return ended, replica.running
+
+
+def test_shards_that_were_moved_on_one_rank_end_the_replica_on_all():
+    assert run_ranks(_moves, 2) == [("error", False), (None, False)]
+
+
 def _in_turn(rank):
     """A replica of one rank each, then one of both: the second rank answers no more."""
     tokenizer, model = _tokenizer(), _model()
