@@ -27,7 +27,7 @@ class Follower:
     """The thread of one such rank; ends when the first rank's replica does.
 
     Args:
-        member: touched by the thread, and by `answer`, in turns.
+        member: touched by the thread, and by `turn`.
         served: what the first rank says of the replica.
         wire: for steps at any time.
         turn_wire: for steps between updates.

@@ -107,15 +107,16 @@ class Member:
         Raises:
             ServeError: a rank is leaving, or has made other tokens.
         """
-        if told.made != self.made:
-            self.leaving = "a rank has made other tokens than the first one"
         with self._gate.serving(wait=wait) as is_mine:
+            # only in this rank's turn: its other thread may be in the middle of a step
+            if is_mine and told.made != self.made:
+                self.leaving = "a rank has made other tokens than the first one"
             if not self._agree(wire, is_mine=is_mine):
                 return None
             outputs = self._step(told, ops)
-        for output in outputs:
-            text = f"{self.made} {output.request_id} {output.token_ids}"
-            self.made = zlib.crc32(text.encode())
+            for output in outputs:
+                text = f"{self.made} {output.request_id} {output.token_ids}"
+                self.made = zlib.crc32(text.encode())
         return outputs
 
     def _step(self, told: Told, ops: tuple[Op, ...]) -> list[TokenOutput]:
@@ -247,8 +248,7 @@ class Leader(EngineAround):
         """See `Engine.close`; the other ranks end as well."""
         if not self._is_over:
             self._is_over = True
-            with contextlib.suppress(RuntimeError, NbdistError):  # the group is gone, and they know
-                self._wire.tell(Told(Kind.STOP))
+            _tell_end(self._wire)
         if self.member.weights and self._turn_wire is None:
             self.member.weights.close()
         super().close()
@@ -261,10 +261,7 @@ class Leader(EngineAround):
             if weights is not None:
                 weights.close()
             if wire is not None:
-                with contextlib.suppress(
-                    RuntimeError, NbdistError
-                ):  # the group is gone, and they know
-                    wire.tell(Told(Kind.STOP))
+                _tell_end(wire)
 
         return dismiss
 
@@ -291,3 +288,8 @@ class Leader(EngineAround):
             return []
         self._ops.clear()
         return outputs
+
+
+def _tell_end(wire: Wire) -> None:
+    with contextlib.suppress(RuntimeError, NbdistError):  # the group is gone, and they know
+        wire.tell(Told(Kind.STOP))
