@@ -42,7 +42,7 @@ def _measure(call: Callable[[], Any], pids: list[int | str]) -> tuple[float, lis
     return seconds, grown
 
 
-def measure(num_ranks: int, megabytes: int, repeats: int) -> list[dict[str, Any]]:
+def measure(num_ranks: int, megabytes: int, repeats: int, *, alone: bool) -> list[dict[str, Any]]:
     """Return one row a way and direction."""
     value = np.random.default_rng(0).standard_normal(megabytes * 10**6 // 8)
     rows = []
@@ -57,6 +57,8 @@ def measure(num_ranks: int, megabytes: int, repeats: int) -> list[dict[str, Any]
             ("push", "ipyparallel"): lambda: view.push({"value": value}, block=True),
             ("pull", "ipyparallel"): lambda: view.pull("value", block=True),
         }
+        if alone:
+            ways = {key: call for key, call in ways.items() if key[1] == "nbdist"}
         for (direction, way), call in ways.items():
             for _ in range(WARM_UP):
                 call()
@@ -86,9 +88,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--megabytes", type=int, default=256, help="of the value")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--alone", action="store_true", help="nbdist only: ipyparallel takes half a minute a GB"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
-    rows = measure(options.ranks, options.megabytes, options.repeats)
+    rows = measure(options.ranks, options.megabytes, options.repeats, alone=options.alone)
     if options.json:
         print(json.dumps({"benchmark": "push_rate", "unit": "GB/s", "rows": rows}))
         return

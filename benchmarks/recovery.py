@@ -180,8 +180,9 @@ def main() -> None:
             rows[title] = summary(kills)
         peers = make_kills(options.peers, options.seed)
         times = [run_torchrun(k, root / f"peer-{i}") for i, k in enumerate(peers)]
-        rows["torchrun"] = {"runs": len(times),
-                            "first_step": (statistics.median(times), max(times))}  # fmt: skip
+        if times:
+            longest = (statistics.median(times), max(times))
+            rows["torchrun"] = {"runs": len(times), "first_step": longest}
     if options.json:
         print(json.dumps(rows))
         return

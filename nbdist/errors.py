@@ -16,6 +16,7 @@ __all__ = [
     "RankBusyError",
     "RemoteCellError",
     "ItemError",
+    "TrialError",
     "CellSyntaxError",
     "CellInterrupted",
     "CellTimeoutError",
@@ -169,6 +170,26 @@ class ItemError(RemoteCellError):
 
     def __str__(self) -> str:
         return f"item {self.index} failed: {super().__str__()}"
+
+
+class TrialError(RemoteCellError):
+    """The objective of `World.search` failed; no further trials were begun.
+
+    Attributes:
+        number: of the trial.
+        params: what it was to try.
+    """
+
+    def __init__(self, number: int, params: dict[str, object], cause: RemoteCellError) -> None:
+        super().__init__(
+            cause.rank, cause.name, cause.value, cause.traceback, cause.others, hint=cause.hint
+        )
+        self.number = number
+        self.params = dict(params)
+
+    def __str__(self) -> str:
+        tried = ", ".join(f"{name}={value!r}" for name, value in self.params.items())
+        return f"trial {self.number} ({tried}) failed: {super().__str__()}"
 
 
 class CheckpointError(NbdistError):

@@ -6,8 +6,10 @@ import queue
 import time
 from collections.abc import Callable, Generator, Sequence
 
+from nbdist.cluster.ending import remote_error
 from nbdist.cluster.ladder import GIVE_UP_SECONDS, Ladder
 from nbdist.cluster.link import WorldLink, lost_event
+from nbdist.cluster.pausing import Pause, Wanted, refuse
 from nbdist.cluster.recovering import Recovering
 from nbdist.cluster.watch import Watch
 from nbdist.errors import (
@@ -16,7 +18,6 @@ from nbdist.errors import (
     CollectiveSubsetError,
     RankBusyError,
     RankLostError,
-    RemoteCellError,
 )
 from nbdist.messages import (
     AbortGroup,
@@ -24,6 +25,7 @@ from nbdist.messages import (
     CellNote,
     Interrupt,
     Message,
+    PauseSite,
     RankDone,
     RankError,
     RankFailed,
@@ -53,6 +55,9 @@ class CellRun:
         timeout_seconds: longest time the cell may run; None for no limit.
         watch: looks for waits that cannot end.
         recovering: replaces ranks that die, in a cell that survives it.
+
+    Attributes:
+        pause: how it stops to go on later; None when nobody asks for that.
     """
 
     def __init__(
@@ -78,13 +83,18 @@ class CellRun:
         self._stopped = False
         self._timed_out = False
         self.group_aborted = False
+        self.pause: Pause | None = None
 
     def start(self) -> None:
         """Send the cell to its ranks."""
-        self._link.listen(self._request.cell_id, lambda _rank, event: self._events.put(event))
+        self._link.listen(self._request.cell_id, self._hear)
         self._started = time.monotonic()
         for rank in self._request.ranks:
             self._link.post(rank, self._request)
+
+    def _hear(self, _rank: int, event: Message) -> None:
+        """Take an event from the link's thread, and the news of any rank that is lost."""
+        self._events.put(event)
 
     def events(self) -> Generator[Message | None, None, None]:
         """Yield the cell's events until it has ended on every rank; None when time passes.
@@ -105,6 +115,8 @@ class CellRun:
                 self._next()
             raise
         finally:
+            if self.pause is not None and not self.pause.is_over:
+                self.pause.refuse("it has ended")
             self._watch.close()
             self._recovering.close()
             self._link.listen(self._request.cell_id, None)
@@ -113,6 +125,23 @@ class CellRun:
             yield self._events.get()
         if self._stopped:
             raise KeyboardInterrupt(*self._last_words())
+
+    @property
+    def gone(self) -> set[int]:
+        """Ranks that the cell has gone on without."""
+        return self._recovering.gone
+
+    def pause_for(self, wanted: Wanted) -> None:
+        """Have it stop inside `fit()`, from another thread; the answer may be that it does not."""
+        if self.pause is not None and not self.pause.is_refused:
+            refuse(wanted, "another change is under way")
+        else:
+            self.pause = Pause(self._link, self._request, wanted)
+
+    def tell(self, text: str) -> None:
+        """Show a remark under the cell, from any thread."""
+        note = CellNote(cell_id=self._request.cell_id, text=text, ranks=self._request.ranks[:1])
+        self._events.put(note)
 
     def _last_words(self) -> list[str]:
         """Return what a rank has said of its stop, as a trainer does; all say the same."""
@@ -123,6 +152,8 @@ class CellRun:
         """Ask every rank to stop; asked again, end what it does, a training step too, at once."""
         if self._stopped:
             self._post_to_waiting(Interrupt(cell_id=self._request.cell_id))
+        if self.pause is not None:
+            self.pause.refuse("it was stopped")
         self._stopped = True
         self._ladder.ask()
         self._climb()
@@ -139,6 +170,11 @@ class CellRun:
             self._ladder.take_deferral(event.rank)
         elif isinstance(event, CanRecover | Recovered):
             self._recovering.take(event)
+        elif self.pause is not None and isinstance(event, PauseSite):
+            self.pause.take(event)
+        elif self.pause is not None and not self._stopped and self.pause.takes(event):
+            if isinstance(event, RankDone):
+                self._waiting.discard(event.rank)
         elif not self._is_taken_over(event):
             self._take(event)
             return event
@@ -224,6 +260,8 @@ class CellRun:
         Args:
             lost_error: makes the error of lost ranks from a sentence about `{ranks}`.
         """
+        if self.pause is not None and self.pause.is_over:
+            return
         by_status: dict[str, list[int]] = {}
         for rank, done in sorted(self._endings.items()):
             by_status.setdefault(done.status, []).append(rank)
@@ -238,11 +276,7 @@ class CellRun:
             )
         first = sorted(self._errors, key=lambda e: e.at_seconds)
         if first and not (self._timed_out and not by_status.get("error")):
-            others = {e.rank: _after(e) for e in first if e.rank != first[0].rank}
-            cause = first[0]
-            raise RemoteCellError(
-                cause.rank, cause.name, cause.value, cause.traceback, others, hint=cause.hint
-            )
+            raise remote_error(first)
         if self._timed_out:
             raise CellTimeoutError(
                 f"the cell ran longer than --timeout {self._timeout:g} seconds and was stopped; "
@@ -255,9 +289,3 @@ class CellRun:
                 f"{GIVE_UP_SECONDS:g} s of being interrupted: it is inside code that cannot be "
                 "stopped; `%distributed status` shows when it is idle again"
             )
-
-
-def _after(error: RankError) -> str:
-    """Return in words how a rank ended after another one had failed."""
-    stopped = error.name in ("KeyboardInterrupt", "CancelledError")
-    return "was stopped" if stopped else f"raised {error.name}: {error.value.splitlines()[0]}"

@@ -159,18 +159,25 @@ class Healing:
 
     def _remake_group(self, ranks: Sequence[int] | None = None) -> None:
         """Have ranks, None for all, join the generation after the last that any of them knows."""
-        query = StatusQuery(query_id=uuid.uuid4().hex)
         ranks = range(self.record.num_ranks) if ranks is None else ranks
+        self._generation = self._last_generation(ranks) + 1
+        self._note(starting.join_group(self._link, self.record, self._generation, ranks))
+        self._group_broken = False
+
+    def _last_generation(self, ranks: Sequence[int]) -> int:
+        """Return the last generation that was begun, by whatever client."""
+        query = StatusQuery(query_id=uuid.uuid4().hex)
         answers = starting.ask(self._link, query, ranks, timeout_seconds=2.0)
         known = [info.generation for info in answers.values()]
         # Ranks that are gone may have been in a later one, whose store is not used again.
         stores = Path(self.record.directory).glob("store.*")
         known += [int(store.suffix.removeprefix(".")) for store in stores]
-        self._generation = max(self._generation, *known) + 1
-        joined = starting.join_group(self._link, self.record, self._generation, ranks)
+        return max(self._generation, *known)
+
+    def _note(self, joined: Sequence[RankInfo]) -> None:
+        """Remember who ranks are that have joined a group."""
         infos = {info.rank: info for info in [*self.infos, *joined]}
         self.infos = [infos[rank] for rank in sorted(infos)]
-        self._group_broken = False
 
 
 def check_idle(link: WorldLink, num_ranks: int, but: Sequence[int]) -> None:

@@ -10,11 +10,15 @@ from nbdist.cluster.cell import CellRun
 from nbdist.cluster.link import WorldLink
 from nbdist.cluster.maprun import MapRun, pack_task
 from nbdist.cluster.objects import Objects
+from nbdist.cluster.search import SearchRun
 from nbdist.cluster.source import check_ranks
 from nbdist.errors import RankBusyError
 from nbdist.messages import RankInfo
 
-__all__ = ["MapRun", "Mapping"]
+__all__ = ["Mapping", "Run"]
+
+Run = CellRun | MapRun | SearchRun
+"""What a world does for one of its callers; `stop` ends it, from any thread."""
 
 MAX_BATCH = 256
 BATCHES_PER_RANK = 8  # enough that a slow batch at the end holds up little
@@ -26,7 +30,7 @@ class Mapping:
     infos: list[RankInfo]
     _link: WorldLink
     _objects: Objects
-    _run: CellRun | MapRun | None
+    _run: Run | None
     _lock: threading.Lock
 
     def map(
@@ -72,19 +76,19 @@ class Mapping:
             return []
         size = batch or max(1, min(MAX_BATCH, len(task.items) // (BATCHES_PER_RANK * len(chosen))))
         with self._lock:
-            self._check_free(chosen)
+            self._check_free(chosen, "map")
             run = self._run = MapRun(self._objects, self._link, lambda: self.infos, task)
             try:
                 return run.results(chosen, size, progress=progress)
             finally:
                 self._run = None
 
-    def _check_free(self, ranks: Sequence[int]) -> None:
+    def _check_free(self, ranks: Sequence[int], asked: str) -> None:
         busy = [info.rank for info in self.status() if info.running_cell and info.rank in ranks]
         if busy:
             raise RankBusyError(
-                f"map was not run: rank {', '.join(map(str, busy))} runs another client's cell; "
-                "wait, or `%distributed interrupt`"
+                f"{asked} was not run: rank {', '.join(map(str, busy))} runs another client's "
+                "cell; wait, or `%distributed interrupt`"
             )
 
     def _check_alive(self, ranks: Sequence[int]) -> None:

@@ -8,7 +8,6 @@ import os
 import queue
 import signal
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -18,14 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
-from tqdm.std import tqdm
 
+from nbdist.cluster.bar import Bar
 from nbdist.cluster.link import WorldLink
 from nbdist.cluster.objects import Objects
 from nbdist.errors import CellInterrupted, ItemError, NbdistError, RankLostError
 from nbdist.messages import RankInfo
 
-__all__ = ["MapRun", "Task", "pack_task"]
+__all__ = ["MapRun", "Task", "dumps", "pack_task"]
 
 POLL_SECONDS = 0.05
 STOP_SECONDS = 5.0  # that a rank has to leave the item that it runs
@@ -53,8 +52,8 @@ def pack_task(fn: Callable[[Any], Any], items: Iterable[Any], *, retries: int) -
     Raises:
         NbdistError: one of them cannot be pickled; the text names it.
     """
-    packed = [_dumps(item, f"item {index}") for index, item in enumerate(items)]
-    return Task(function=_dumps(fn, "the function"), items=packed, retries=retries)
+    packed = [dumps(item, f"item {index}") for index, item in enumerate(items)]
+    return Task(function=dumps(fn, "the function"), items=packed, retries=retries)
 
 
 class MapRun:
@@ -94,8 +93,7 @@ class MapRun:
         number = len(self._task.items)
         self._waiting.extend(list(range(number))[i : i + size] for i in range(0, number, size))
         self._idle = set(ranks)
-        with _Bar(total=number, disable=not progress, file=sys.stderr, desc="map", unit="item",
-                  mininterval=0.5) as bar:  # fmt: skip
+        with Bar(total=number, shown=progress, desc="map", unit="item") as bar:
             try:
                 while len(self._done) < number:
                     self._give_all()
@@ -213,16 +211,22 @@ class MapRun:
         )
 
 
-class _Bar(tqdm):  # type: ignore[misc] # tqdm has no types
-    _lock = threading.RLock()  # tqdm's own would hold a semaphore
+def dumps(value: Any, what: str, asked: str = "map") -> bytes:
+    """Pickle what ranks are to get.
 
+    Args:
+        value: to pickle.
+        what: it is, for the error.
+        asked: the call that wants to send it.
 
-def _dumps(value: Any, what: str) -> bytes:
+    Raises:
+        NbdistError: it cannot be pickled.
+    """
     try:
         packed: bytes = cloudpickle.dumps(value)
     except Exception as error:
         raise NbdistError(
-            f"map was not run: {what} ({_cut(repr(value))}) cannot be sent to a rank: {error}; "
+            f"{asked} was not run: {what} ({_cut(repr(value))}) cannot be sent to a rank: {error}; "
             "make it on the rank, from something that can be pickled"
         ) from error
     return packed

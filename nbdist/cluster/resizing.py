@@ -16,7 +16,7 @@ from nbdist.cluster.replacing import start_processes
 from nbdist.errors import NbdistError
 from nbdist.messages import RankInfo, TakePlace
 
-__all__ = ["Resized", "Resizing"]
+__all__ = ["Resized", "Resizing", "check_number"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,46 +48,26 @@ class Resizing(Healing):
     def resize(
         self, num_ranks: int, on_stage: Callable[[str], None] | None = None
     ) -> Resized | None:
-        """Start or end ranks until there are `num_ranks`; the ranks that stay keep their names.
+        """Change the number of ranks between cells; see `Running.resize`."""
+        with self._lock:
+            return self._resize(num_ranks, on_stage)
 
-        New ranks get copies of the names of the first rank that stays. Trainers that a name
-        stands for are built anew for the new mesh and go on where they were, with the same
-        global batch: `fit()` in the next cell. Lost ranks are not counted as being there.
-
-        Args:
-            num_ranks: how many there are to be.
-            on_stage: is told in words what is done.
-
-        Returns:
-            What was done; None when that was nothing.
-
-        Raises:
-            ValueError: `num_ranks` is no number of ranks.
-            RankBusyError: a rank runs a cell.
-            NbdistError: no rank lives, or a trainer's mesh has no such size; nothing was touched.
-            StartError: a process did not come up; the world is as it was.
-        """
-        if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-            raise ValueError(
-                f"num_ranks={num_ranks!r} is not a number of ranks; give an integer of at least 1, "
-                "such as `%distributed resize -n 2`"
-            )
+    def _resize(self, num_ranks: int, on_stage: Callable[[str], None] | None) -> Resized | None:
         self._check_alive(())
         started = time.monotonic()
         tell = on_stage or (lambda _text: None)
-        with self._lock:
-            before = self.record.num_ranks
-            check_idle(self._link, before, ())
-            alive = sorted(set(range(before)) - self._link.lost_ranks)
-            if num_ranks == before == len(alive):
-                return None
-            places = plan_places(alive, num_ranks)
-            self._hand_over(alive, places, num_ranks, tell)
-            self._change(places, num_ranks, tell)
-            tell("making and verifying the process group")
-            self._remake_group()
-            resized = self._take_up(before, places, started, tell)
-            (self._processes or Processes.of(self.record)).start_spares()
+        before = self.record.num_ranks
+        check_idle(self._link, before, ())
+        alive = sorted(set(range(before)) - self._link.lost_ranks)
+        if num_ranks == before == len(alive):
+            return None
+        places = plan_places(alive, num_ranks)
+        self._hand_over(alive, places, num_ranks, tell)
+        self._change(places, num_ranks, tell)
+        tell("making and verifying the process group")
+        self._remake_group()
+        resized = self._take_up(before, places, started, tell)
+        (self._processes or Processes.of(self.record)).start_spares()
         return resized
 
     def _hand_over(
@@ -202,4 +182,13 @@ class Resizing(Healing):
             behind=moved[0].behind,
             missing=tuple(sorted(missing)),
             seconds=time.monotonic() - started,
+        )
+
+
+def check_number(num_ranks: int) -> None:
+    """Raise ValueError when this is no number of ranks."""
+    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ValueError(
+            f"num_ranks={num_ranks!r} is not a number of ranks; give an integer of at least 1, "
+            "such as `%distributed resize -n 2`"
         )

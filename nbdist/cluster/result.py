@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbdist.messages import Message, RankDisplay, RankDone, RankStream
+from nbdist.messages import Message, RankDisplay, RankDone, RanksChanged, RankStream
 
 __all__ = ["CellResult"]
 
@@ -45,6 +45,12 @@ class CellResult:
         elif isinstance(event, RankDone):
             self.seconds[event.rank] = event.seconds
             self._join(event.rank)
+        elif isinstance(event, RanksChanged):
+            for rank in event.ranks:
+                self.text.setdefault(rank, "")
+                self.displays.setdefault(rank, [])
+            for rank in set(self._pieces):
+                self._join(rank)
 
     def _join(self, rank: int) -> None:
         self.text[rank] += "".join(self._pieces.pop(rank, []))

@@ -12,19 +12,17 @@ from typing import Any
 
 from nbdist.cluster import attaching, names, objects, starting
 from nbdist.cluster.asking import OnInput, answering
-from nbdist.cluster.cell import CellRun
 from nbdist.cluster.config import WorldConfig
-from nbdist.cluster.death import lost_error
 from nbdist.cluster.launch import Processes, end_world
 from nbdist.cluster.link import WorldLink
-from nbdist.cluster.mapping import Mapping, MapRun
+from nbdist.cluster.mapping import Run
 from nbdist.cluster.names_table import NamesTable
-from nbdist.cluster.recovering import Recovering
-from nbdist.cluster.resizing import Resizing
 from nbdist.cluster.result import CellResult
+from nbdist.cluster.running import Running
+from nbdist.cluster.searching import Searching
+from nbdist.cluster.serving import Serving
 from nbdist.cluster.source import check_ranks, check_source
-from nbdist.cluster.watch import Watch
-from nbdist.errors import NoWorldError, RankLostError
+from nbdist.errors import NoWorldError
 from nbdist.messages import (
     TEXT_LIMIT,
     Interrupt,
@@ -39,7 +37,7 @@ from nbdist.runfiles import WorldRecord, find_world
 __all__ = ["World"]
 
 
-class World(Mapping, Resizing):
+class World(Searching, Running, Serving):
     """Ranks that keep their variables between calls. Use as a context manager in scripts.
 
     Made by `World.start` or `World.attach`. Every method may be called from the client only;
@@ -53,7 +51,7 @@ class World(Mapping, Resizing):
         self._processes: Processes | None = None
         self._generation = max(info.generation for info in ranks)
         self._group_broken = False
-        self._run: CellRun | MapRun | None = None
+        self._run: Run | None = None
         self._lock = threading.Lock()
         self._objects = objects.Objects(record, lambda: self.infos)
         self.is_running = True
@@ -171,30 +169,6 @@ class World(Mapping, Resizing):
         )
         return self._stream(request, timeout_seconds)
 
-    def _stream(
-        self, request: RunCell, timeout_seconds: float | None
-    ) -> Generator[Message | None, None, None]:
-        with self._lock:
-            # Without its lost ranks there is no group to make; the others run what needs none.
-            if self._group_broken and not self._link.lost_ranks:
-                self._remake_group()
-            watch = Watch(self._link, request, self.num_ranks)
-            recovering = Recovering(
-                Path(self.record.directory), self._link, request, self._generation, self
-            )
-            run = CellRun(self._link, request, timeout_seconds, watch, recovering)
-            self._run = run
-            try:
-                try:
-                    run.start()
-                    yield from run.events()
-                finally:
-                    self._run = None
-                    self._group_broken = self._group_broken or run.group_aborted
-                run.raise_for_failure(self._lost_error)
-            finally:
-                self.leave_out(recovering.gone)
-
     def interrupt(self) -> None:
         """Stop the cell that runs on the ranks, whoever sent it; returns at once.
 
@@ -281,10 +255,7 @@ class World(Mapping, Resizing):
         if not self.is_running:
             raise NoWorldError("this world has been stopped; start one: `%distributed start -n 2`")
         if lost := sorted(self._link.lost_ranks & set(ranks)):
-            raise self._lost_error(lost, "rank {ranks} is wanted, but its process is gone")
-
-    def _lost_error(self, ranks: Sequence[int], text: str) -> RankLostError:
-        return lost_error(Path(self.record.directory), self.infos, ranks, text)
+            raise self.lost_error(lost, "rank {ranks} is wanted, but its process is gone")
 
     def __enter__(self) -> World:
         return self

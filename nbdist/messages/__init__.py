@@ -29,15 +29,27 @@ from nbdist.messages.names import (
     NamesAnswer,
     NamesQuery,
 )
+from nbdist.messages.pausing import (
+    AskResize,
+    PauseCell,
+    PauseSite,
+    RanksChanged,
+    ResizeAsked,
+)
+from nbdist.messages.search import TrialCall, TrialEnded, TrialReply
 from nbdist.messages.serving import (
     CancelRequest,
     EngineStats,
     GenerateRequest,
+    ListServed,
     ModelServed,
+    ModelsUnloaded,
     Sampling,
+    ServedList,
     ServeQuery,
     TokenEvent,
     TokenLogprob,
+    UnloadModels,
 )
 from nbdist.messages.survival import CanRecover, Recovered
 from nbdist.messages.wire import Message, from_wire, to_wire, topic_of
@@ -70,7 +82,15 @@ __all__ = [
     "RankDone",
     "TEXT_LIMIT",
     "CanRecover",
+    "PauseCell",
+    "PauseSite",
+    "AskResize",
+    "ResizeAsked",
+    "RanksChanged",
     "Recovered",
+    "TrialCall",
+    "TrialEnded",
+    "TrialReply",
     "InputRequest",
     "InputReply",
     "CompleteQuery",
@@ -82,6 +102,10 @@ __all__ = [
     "EngineStats",
     "ServeQuery",
     "ModelServed",
+    "ListServed",
+    "ServedList",
+    "UnloadModels",
+    "ModelsUnloaded",
     "GenerateRequest",
     "CancelRequest",
     "TokenEvent",

@@ -95,6 +95,7 @@ class RunCell(Message):
         can_ask: whether the client answers an `InputRequest`.
         rejoin: the other ranks are inside this call of the cell (see `CanRecover.call`), and this
             rank is to join them there; empty to run the cell from its beginning.
+        resumes: all ranks have stopped in this call, and are to run the cell from there on.
     """
 
     cell_id: str
@@ -104,6 +105,7 @@ class RunCell(Message):
     text_limit: int = TEXT_LIMIT
     can_ask: bool = False
     rejoin: tuple[int, ...] = ()
+    resumes: tuple[int, ...] = ()
 
 
 @message("interrupt")

@@ -12,6 +12,10 @@ __all__ = [
     "EngineStats",
     "ServeQuery",
     "ModelServed",
+    "ListServed",
+    "ServedList",
+    "UnloadModels",
+    "ModelsUnloaded",
     "GenerateRequest",
     "CancelRequest",
     "TokenEvent",
@@ -88,6 +92,9 @@ class EngineStats:
         num_prefix_tokens: those of them that were found in the cache.
         num_drafted: tokens that were guessed ahead.
         num_accepted: guesses that held.
+        num_updates: optimizer steps of the model in training, as long as they are watched.
+        held_seconds: how long training waited for this engine.
+        training_seconds: from the first of those steps to the last.
     """
 
     num_running: int = 0
@@ -103,6 +110,14 @@ class EngineStats:
     num_prefix_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_updates: int = 0
+    held_seconds: float = 0.0
+    training_seconds: float = 0.0
+
+    @property
+    def held_fraction(self) -> float:
+        """Share of the time of training that was spent waiting for this engine."""
+        return self.held_seconds / self.training_seconds if self.training_seconds else 0.0
 
     @property
     def paged_waste_fraction(self) -> float:
@@ -118,14 +133,20 @@ class EngineStats:
 
 @message("serve_query")
 class ServeQuery(Message):
-    """Client to rank: which models do you serve? Answered by one `ModelServed` a model."""
+    """Client to rank: do you serve this model? Answered by a `ModelServed`, `gone` when not."""
 
     query_id: str
+    model: str = "default"
 
 
 @message("model_served")
 class ModelServed(Message):
-    """Rank to client: a replica of `model` answers requests on this rank."""
+    """Rank to client: a replica of `model` answers requests on this rank, or does so no more.
+
+    Attributes:
+        weights_bytes: what the replica's weights take; those of training are not counted.
+        state: `serving`; `draining` when it takes no new requests; `gone` when it has ended.
+    """
 
     rank: int
     model: str
@@ -135,6 +156,55 @@ class ModelServed(Message):
     query_id: str = ""
     engine: str = "native"
     stats: EngineStats = field(default_factory=EngineStats)
+    weights_bytes: int = 0
+    state: str = "serving"
+
+
+@message("list_served")
+class ListServed(Message):
+    """Client to rank: what do you serve? Answered by one `ServedList`."""
+
+    query_id: str
+
+
+@message("served_list")
+class ServedList(Message):
+    """Rank to client: all that this rank serves."""
+
+    rank: int
+    query_id: str
+    models: tuple[ModelServed, ...] = ()
+
+
+@message("unload")
+class UnloadModels(Message):
+    """Client to rank: stop serving. Answered by one `ModelsUnloaded` when all is done.
+
+    Attributes:
+        model: which one; None for all.
+        now: end running requests as `cancelled` instead of letting them finish.
+    """
+
+    query_id: str
+    model: str | None = None
+    now: bool = False
+
+
+@message("unloaded")
+class ModelsUnloaded(Message):
+    """Rank to client: these models are served no more, and their memory is given back.
+
+    Attributes:
+        models: their names; empty when the rank served none of them.
+        host_bytes: resident memory of the process, before and after.
+        device_bytes: what the process holds of its GPU's memory, before and after; 0 without one.
+    """
+
+    rank: int
+    query_id: str
+    models: tuple[str, ...] = ()
+    host_bytes: tuple[int, ...] = (0, 0)
+    device_bytes: tuple[int, ...] = (0, 0)
 
 
 @message("generate")

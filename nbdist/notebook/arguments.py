@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from IPython.core.error import UsageError
 
-from nbdist.notebook import shelf
+from nbdist.notebook import served, shelf
 
 __all__ = ["cell_parser", "line_parser", "parse", "COMMANDS"]
 
@@ -28,6 +28,8 @@ COMMANDS = {
     "who": "list the names on the ranks, and whether their values differ",
     "logs": "show what a rank has written, whole",
     "checkpoints": "list, verify, restore or export what a trainer has saved",
+    "serve": "load a model on the ranks and answer prompts, or list what is served",
+    "unload": "stop serving a model and give back its memory",
     "auto": "run every cell on the ranks, or stop doing so",
 }
 
@@ -105,6 +107,8 @@ def line_parser() -> argparse.ArgumentParser:
     for name in ("restart", "push", "pull", "logs"):
         _ranks(made[name])
     shelf.add_arguments(made["checkpoints"], _Parser)
+    served.add_serve_arguments(made["serve"])
+    served.add_unload_arguments(made["unload"])
     made["auto"].add_argument("state", choices=["on", "off"])
     return parser
 

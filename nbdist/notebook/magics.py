@@ -15,6 +15,7 @@ from nbdist.cluster.source import check_ranks
 from nbdist.cluster.world import World
 from nbdist.errors import CellInterrupted, CellSyntaxError, NbdistError
 from nbdist.messages import Message
+from nbdist.notebook import served
 from nbdist.notebook.arguments import COMMANDS, cell_parser, line_parser, parse
 from nbdist.notebook.asking import Prompts, prompt_of
 from nbdist.notebook.auto import AutoMode
@@ -29,6 +30,7 @@ from nbdist.notebook.resized import resize
 from nbdist.notebook.session import current_world, set_world
 from nbdist.notebook.shelf import ACTIONS, shelf_cell
 from nbdist.notebook.tables import StageDisplay, say, show, show_status
+from nbdist.notebook.values import pull, push
 
 __all__ = ["DistributedMagics", "load", "unload"]
 
@@ -160,6 +162,7 @@ class DistributedMagics(Magics):
     def _stop(self, _arguments: argparse.Namespace) -> None:
         world = current_world()
         self.auto_mode.is_on = False
+        served.close_servers()
         world.stop()
         set_world(None)
         say(f"world {world.world_id} has ended")
@@ -194,23 +197,10 @@ class DistributedMagics(Magics):
         self._show_cell(world, SOURCE, (choose_rank(world, wanted),))
 
     def _push(self, arguments: argparse.Namespace) -> None:
-        names = self._ip.user_ns
-        if missing := [name for name in arguments.names if name not in names]:
-            raise UsageError(
-                f"%distributed push {' '.join(arguments.names)}: this notebook has no name "
-                f"{missing[0]!r}; assign it first, in a cell without %%distributed"
-            )
-        current_world().push(arguments.ranks, **{name: names[name] for name in arguments.names})
+        push(self._ip.user_ns, current_world(), arguments)
 
     def _pull(self, arguments: argparse.Namespace) -> None:
-        target = arguments.target or arguments.name
-        if arguments.target is None and target in self._ip.user_ns:
-            raise UsageError(
-                f"%distributed pull {target}: this notebook has a name {target!r} of its own, "
-                f"which is kept; say where to put the ranks' values: "
-                f"`%distributed pull {target} --as {target}_by_rank`"
-            )
-        self._ip.user_ns[target] = current_world().pull(arguments.name, arguments.ranks)
+        pull(self._ip.user_ns, current_world(), arguments)
 
     def _who(self, arguments: argparse.Namespace) -> None:
         show(self._ip, current_world().who(arguments.pattern).bundle())
@@ -225,6 +215,13 @@ class DistributedMagics(Magics):
         source, on_all = shelf_cell(arguments)
         first = min(set(range(world.num_ranks)) - world.lost_ranks, default=0)
         self._show_cell(world, source, tuple(range(world.num_ranks)) if on_all else (first,))
+
+    def _serve(self, arguments: argparse.Namespace) -> None:
+        world = current_world()
+        served.serve(world, arguments, lambda cell, on: self._show_cell(world, cell, tuple(on)))
+
+    def _unload(self, arguments: argparse.Namespace) -> None:
+        served.unload(current_world(), arguments)
 
     def _auto(self, arguments: argparse.Namespace) -> None:
         if arguments.state == "on":
@@ -288,5 +285,6 @@ def unload(shell: Any) -> None:
         world = current_world()
     except NbdistError:
         return
+    served.close_servers()
     world.stop()
     set_world(None)

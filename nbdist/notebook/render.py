@@ -9,7 +9,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nbdist.messages import CellEvent, CellNote, Message, RankDisplay, RankDone, RankStream
+from nbdist.messages import (
+    CellEvent,
+    CellNote,
+    Message,
+    RankDisplay,
+    RankDone,
+    RanksChanged,
+    RankStream,
+)
 from nbdist.notebook.bars import parse
 from nbdist.notebook.board import Board
 from nbdist.notebook.fold import Folder, Piece, span
@@ -45,16 +53,13 @@ class CellView:
         self, ranks: tuple[int, ...], publish: Publish, *, quiet: bool = False, live: bool = True
     ) -> None:
         self.on_first_event: Callable[[str], None] | None = None
-        self._ranks = ranks
         self._publish = publish
         self._quiet = quiet
         self._live = live
-        self._folder = Folder(ranks, self._show)
-        self._board = Board(ranks)
+        self._be_of(ranks)
         self._bars = LiveText(self._place, PARTIAL_SECONDS)
         self._note = LiveText(self._place, 0.0)
         self._note_is_status = True
-        self._outlet = Outlet(ranks, LiveText(self._place, 1.0) if live else None)
         self._held: list[tuple[tuple[int, ...], Piece]] = []
         self._screens: dict[tuple[int, str], Screen] = {}
         self._moved_at: dict[tuple[int, str], float] = {}
@@ -62,6 +67,12 @@ class CellView:
         self._active_at = time.monotonic()
         self._seconds = 0.0
         self._status_after = float(os.environ.get("NBDIST_STATUS_SECONDS", STATUS_SECONDS))
+
+    def _be_of(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = ranks
+        self._folder = Folder(ranks, self._show)
+        self._board = Board(ranks)
+        self._outlet = Outlet(ranks, LiveText(self._place, 1.0) if self._live else None)
 
     def take(self, event: Message | None) -> None:
         """Show an event, or let time pass."""
@@ -76,6 +87,8 @@ class CellView:
             self._take_done(event)
         elif isinstance(event, CellNote):
             self._take_note(event)
+        elif isinstance(event, RanksChanged):
+            self._change_ranks(event.ranks)
         self._let_time_pass()
         self._folder.release()
         self._outlet.flush()
@@ -170,6 +183,17 @@ class CellView:
                 return
         self._note_is_status = note.is_status
         self._note.show(note.text, force=True)
+
+    def _change_ranks(self, ranks: tuple[int, ...]) -> None:
+        """Show what is held back, and go on with other ranks."""
+        for rank in self._ranks:
+            self._end_rows(rank)
+        self._folder.release(everything=True)
+        self._show_bars(force=True)
+        self._outlet.close_lines()
+        self._outlet.flush()
+        self._outlet.show_tail(force=True)
+        self._be_of(ranks)
 
     def _end_rows(self, rank: int) -> None:
         for key, screen in self._screens.items():

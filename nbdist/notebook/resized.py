@@ -6,6 +6,7 @@ from typing import Any
 
 from nbdist.cluster.resizing import Resized
 from nbdist.cluster.world import World
+from nbdist.errors import RankBusyError
 from nbdist.notebook.healed import joined
 from nbdist.notebook.tables import StageDisplay, say
 
@@ -15,7 +16,15 @@ __all__ = ["resize", "summary"]
 def resize(shell: Any, world: World, num_ranks: int) -> None:
     """Change the number of ranks; show the stages, the ranks, and what became of trainers."""
     display = StageDisplay(shell)
-    resized = world.resize(num_ranks, display.stage)
+    try:
+        resized = world.resize(num_ranks, display.stage)
+    except RankBusyError:
+        world.ask_resize(num_ranks)
+        say(
+            f"a cell runs: its notebook has been asked for {num_ranks} ranks, and says under that "
+            "cell what comes of it; then `%distributed attach` here"
+        )
+        return
     if resized is None:
         say(f"world {world.world_id} has {num_ranks} ranks; nothing was done")
         return

@@ -78,8 +78,10 @@ class Checker:
         cell_numbers: Callable[[], dict[str, int]],
     ) -> None:
         self.rank = rank
+        self._names: tuple[int, ...] = ()
         self._ranks_directory = directory / "ranks"
-        self._log = CallLog(self._ranks_directory / f"{rank}.calls", writable=True)
+        self._log = CallLog(self._path(rank), writable=True)
+        self._log_name = rank
         self._peers: dict[int, CallLog] = {}
         self._default_group = default_group
         self._cell_numbers = cell_numbers
@@ -98,13 +100,23 @@ class Checker:
         self._dtype_names = ("", *sorted(dtypes))
         self._dtypes = {dtypes[n]: i for i, n in enumerate(self._dtype_names) if n}
 
-    def follow(self, rank: int) -> None:
-        """Be another rank from the next generation on: its log is that of this rank."""
-        if rank == self.rank:
-            return
+    def follow(self, rank: int, names: tuple[int, ...]) -> None:
+        """Be a rank of the next generation.
+
+        Logs go by the names: groups of some ranks each, side by side, all have a rank 0.
+
+        Args:
+            rank: this rank's number in the group.
+            names: what clients call the group's ranks.
+        """
         with self._lock:
             self.rank = rank
-            self._log = CallLog(self._ranks_directory / f"{rank}.calls", writable=True)
+            if names != self._names:
+                self._names = names
+                self._peers = {}
+            if names[rank] != self._log_name:
+                self._log_name = names[rank]
+                self._log = CallLog(self._path(self._log_name), writable=True)
 
     def enter(self, seen: Seen) -> Wait | None:
         """Log a call and compare it; None when it is of no group that is watched.
@@ -142,7 +154,8 @@ class Checker:
         if self._waiting is wait:
             self._end_wait()
         if functional:
-            self._functional = wait
+            if threading.get_ident() == self._main:  # a thread that serves has calls of its own
+                self._functional = wait
         elif result is not None and hasattr(result, "is_completed"):
             self._pending.append((weakref.ref(result), wait))
 
@@ -255,9 +268,12 @@ class Checker:
             if log is not None and log.differs(call):
                 raise CollectiveMismatchError(self._difference(call, group))
 
+    def _path(self, name: int) -> Path:
+        return self._ranks_directory / f"{name}.calls"
+
     def _open(self, rank: int) -> CallLog | None:
         try:
-            log = self._peers[rank] = CallLog(self._ranks_directory / f"{rank}.calls")
+            log = self._peers[rank] = CallLog(self._path(self._names[rank]))
         except (FileNotFoundError, ValueError):
             return None  # on another host, or not yet of full size
         return log

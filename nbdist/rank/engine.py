@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import json
 import logging
 import os
@@ -33,6 +32,7 @@ from nbdist.messages import (
 )
 from nbdist.rank.binding import Device, Place, bind_device, read_place, take_place
 from nbdist.rank.link import RankLink
+from nbdist.rank.loading import end_loading
 from nbdist.rank.log import log_path
 from nbdist.runfiles import write_json
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from nbdist.rank.group import Group
     from nbdist.rank.namespace import Namespace
 
-__all__ = ["Rank", "forget_loaded", "open_link", "main"]
+__all__ = ["Rank", "open_link", "main"]
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ class _Membership:
 
     device: Device
     group: Group
-    follow: Callable[[int], None]
-    """Is told of another number of this rank in the group."""
+    follow: Callable[[int, tuple[int, ...]], None]
+    """Is told this rank's number in the next group, and what clients call the group's ranks."""
 
 
 class Rank:
@@ -114,13 +114,17 @@ class Rank:
         from nbdist.ports import install_port as install_survival_port
         from nbdist.rank.names import NameService
         from nbdist.rank.namespace import Namespace
+        from nbdist.rank.pausing import Pauser
         from nbdist.rank.session import open_session
         from nbdist.rank.survive import Survivor
+        from nbdist.rank.trials import TrialDesk
 
         loop = asyncio.get_running_loop()
         executor = open_session(kernel, self.link, self.directory)
         namespace = Namespace(kernel.shell.user_ns)
         NameService(kernel, self.link, executor, namespace.is_ours)
+        Pauser(self.link, executor)
+        TrialDesk(self.link, executor.output)
         survivor = Survivor(executor, namespace, self._join)
 
         def join_soon(message: Message) -> None:
@@ -196,7 +200,7 @@ class Rank:
         device = bind_device(self.place.local_rank)
         group = Group(device.name)
         follow = watch_collectives(self.directory, self.link, group, self._session.executor)
-        forget_loaded()
+        end_loading()
         return _Membership(device, group, follow)
 
     def _renumber(self, member: _Membership, ranks: tuple[int, ...]) -> None:
@@ -205,11 +209,11 @@ class Rank:
         assert self.place is not None, "takes cells once it has a place"
         group, before = member.group, (member.group.rank, member.group.world_size)
         group.place(self.place.rank, ranks)
+        member.follow(group.rank, ranks)
         if before == (group.rank, group.world_size):
             return
         number = dataclasses.replace(self.place, rank=group.rank, world_size=group.world_size)
         self._session.namespace.set_place(number, member.device.name)
-        member.follow(group.rank)
 
     def _tell_status(self, message: Message) -> None:
         assert isinstance(message, StatusQuery | JoinGroup), message
@@ -240,12 +244,6 @@ class Rank:
         assert isinstance(message, Shutdown), message
         # gloo threads abort a process that ends by returning from main: leave without them.
         os._exit(message.exit_code)
-
-
-def forget_loaded() -> None:
-    """Take what is loaded by now out of the collector's sight: it stays in any case."""
-    gc.collect()
-    gc.freeze()
 
 
 def open_link(directory: Path, rank: int) -> RankLink:

@@ -223,18 +223,25 @@ class Executor:
             capture.drain()
 
     def _interrupt(self, message: Message) -> None:
-        """Stop the cell if it is the one that runs (control thread)."""
         assert isinstance(message, Interrupt), message
+        self.interrupt(message.cell_id)
+
+    def interrupt(self, cell_id: str) -> None:
+        """Stop the cell if it is the one that runs (control thread)."""
         with self._lock:
-            if self._current != message.cell_id:
+            if self._current != cell_id:
                 return
             self._interrupted = True
         self.asking.stop()
         self._put_off_until = time.monotonic() + IMPORT_SECONDS
-        # Code that has put its own handler in place, as a trainer, chooses when it stops.
-        if signal.getsignal(signal.SIGINT) not in (self._on_sigint, signal.default_int_handler):
-            self._link.emit(StopDeferred(rank=self._link.rank, cell_id=message.cell_id))
+        if self.defers_stops:
+            self._link.emit(StopDeferred(rank=self._link.rank, cell_id=cell_id))
         _signal_main_thread()
+
+    @property
+    def defers_stops(self) -> bool:
+        """Whether code has put its own handler in place, as a trainer: it chooses when to stop."""
+        return signal.getsignal(signal.SIGINT) not in (self._on_sigint, signal.default_int_handler)
 
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
         __tracebackhide__ = True

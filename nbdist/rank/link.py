@@ -23,7 +23,8 @@ __all__ = ["RankLink"]
 
 log = logging.getLogger(__name__)
 Handler = Callable[[Message], None]
-_ANSWERS = ("rank_info", "join_failed", "names_answer", "where")  # the last event of a query
+# the last event of a query
+_ANSWERS = ("rank_info", "join_failed", "names_answer", "where", "served_list", "unloaded")
 
 
 class RankLink:

@@ -6,17 +6,22 @@ from typing import Any
 
 from nbdist.rank.binding import Place
 
-__all__ = ["Namespace", "user_names"]
+__all__ = ["Namespace", "user_names", "user_values"]
 
 
-def user_names() -> list[str]:
-    """Return the names that cells on this rank find, without IPython's own and private ones."""
+def user_values() -> dict[str, Any]:
+    """Return what cells on this rank find by name, without IPython's own and private names."""
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()
     assert shell is not None, "a rank has a shell before it takes calls"
-    hidden = shell.user_ns_hidden
-    return sorted(n for n in shell.user_ns if n not in hidden and not n.startswith("_"))
+    hidden, names = shell.user_ns_hidden, shell.user_ns
+    return {n: names[n] for n in sorted(names) if n not in hidden and not n.startswith("_")}
+
+
+def user_names() -> list[str]:
+    """Return the names of `user_values`."""
+    return list(user_values())
 
 
 class Namespace:

@@ -17,8 +17,9 @@ from typing import Any
 from nbdist import keeper
 from nbdist.messages import Message, TakePlace
 from nbdist.rank.binding import take_place
-from nbdist.rank.engine import Rank, forget_loaded, open_link
+from nbdist.rank.engine import Rank, open_link
 from nbdist.rank.link import RankLink
+from nbdist.rank.loading import end_loading
 from nbdist.runfiles import write_json
 
 __all__ = ["SpareRank", "main"]
@@ -72,7 +73,7 @@ class SpareRank(Rank):
         self.wait_for_torch()
         for name in LATER:
             importlib.import_module(name)
-        forget_loaded()
+        end_loading()
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ import signal
 import sys
 from pathlib import Path
 
+from nbdist.rank.loading import begin_loading
 from nbdist.runfiles import write_json
 
 __all__ = ["main"]
@@ -34,6 +35,7 @@ def main() -> None:
     pid = os.fork()
     if pid == 0:
         _die_with(supervisor)
+        begin_loading()
         if sys.argv[3:4] == ["spare"]:
             from nbdist.rank.spare import main as be_rank
         else:

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from nbdist.messages import AbortGroup, CanRecover, JoinGroup, Recovered, RunCell
+from nbdist.rank.loading import begin_loading, end_loading
 from nbdist.rank.namespace import user_names
-from nbdist.rank.rejoin import call_site, rest_of
+from nbdist.rank.rejoin import call_site, joined_at, resumed_at
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -191,34 +192,39 @@ def _is_of_a_backend(error: BaseException) -> bool:
 
 @contextmanager
 def rejoining(shell: InteractiveShell, request: RunCell) -> Iterator[None]:
-    """Let the shell run of a cell only what a new rank runs, if this rank is one."""
+    """Let the shell run of a cell only what is wanted of it: see `RunCell`."""
     transformers = list(shell.ast_transformers)
-    if request.rejoin:
-        shell.ast_transformers = [*transformers, _Rejoin(request.rejoin)]
+    if request.rejoin or request.resumes:
+        shell.ast_transformers = [*transformers, _Rest(request)]
     try:
         yield
     finally:
         shell.ast_transformers = transformers
 
 
-class _Rejoin(ast.NodeTransformer):
-    """Leaves of a cell what a new rank runs of it."""
+class _Rest(ast.NodeTransformer):
+    """Leaves of a cell what is still to be run of it."""
 
-    def __init__(self, call: tuple[int, ...]) -> None:
-        self._call = call
+    def __init__(self, request: RunCell) -> None:
+        self._request = request
 
     def visit_Module(self, tree: ast.Module) -> ast.Module:
         """Return the rest of the cell."""
-        rest = rest_of(tree, self._call)
-        assert rest is not None, "the other ranks have looked"
+        joins, resumes = self._request.rejoin, self._request.resumes
+        rest = joined_at(tree, joins) if joins else resumed_at(tree, resumes)
+        assert rest is not None, "the ranks have looked"
         return rest
 
 
 def begin() -> None:
     """Join the other ranks; the first statement of a new rank's cell."""
     global _new_rank  # noqa: PLW0603 - one rank is one process
+    begin_loading()
+    import torch._dynamo  # noqa: F401 - every optimizer does, with the collector on
+
     from nbdist.train.survival import NewRank
 
+    end_loading()
     assert _survivor is not None, "set when the rank began to take cells"
     _new_rank = NewRank(_survivor)
     _new_rank.join()

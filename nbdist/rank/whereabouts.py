@@ -28,17 +28,18 @@ __all__ = ["Whereabouts", "watch_collectives"]
 
 def watch_collectives(
     directory: Path, link: RankLink, group: Group, executor: Executor
-) -> Callable[[int], None]:
+) -> Callable[[int, tuple[int, ...]], None]:
     """Check this rank's collectives and answer where it is, unless that is switched off.
 
     Returns:
-        What is to be told of each other number that this rank gets in the group.
+        What is to be told, before each generation of the group, this rank's number in it and what
+        clients call its ranks.
     """
     is_checked = os.environ.get("NBDIST_COLLECTIVE_CHECK") != "0"
     watch_ddp(show_calls=is_checked)
     executor.advise = lambda text: hint_for(text, generation=group.generation)
     if not is_checked:
-        return lambda _rank: None
+        return lambda _rank, _names: None
     checker = Checker(directory, link.rank, group, lambda: executor.cell_numbers)
     install(checker)
     install_wait_clock(checker.waited_seconds)

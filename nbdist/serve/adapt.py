@@ -73,7 +73,9 @@ class NativeModel:
         config: Any = model.config
         weight = next(model.parameters())
         self._model = model
-        self.layers = [LayerShape(config.num_kv_heads, config.head_size)] * config.num_layers
+        # fewer where tensor parallelism cuts them
+        num_kv_heads = getattr(model, "num_local_kv_heads", config.num_kv_heads)
+        self.layers = [LayerShape(num_kv_heads, config.head_size)] * config.num_layers
         self.vocab_size: int = config.vocab_size
         self.context_length: int = config.context_length
         self.dtype, self.device = weight.dtype, weight.device

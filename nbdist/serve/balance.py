@@ -60,10 +60,10 @@ class Balance:
 
     def add(self, rank: int, served: ModelServed) -> None:
         """Note a replica, or a new version of a known one."""
-        if rank in self._loads:
-            self._loads[rank].served = served
-        else:
-            self._loads[rank] = _Load(served)
+        load = self._loads.setdefault(rank, _Load(served))
+        if "draining" in {load.served.state, served.state}:
+            load.draining = served.state == "draining"
+        load.served = served
 
     def remove(self, rank: int) -> None:
         """Forget a rank's replica."""

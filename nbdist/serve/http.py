@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nbdist.serve.chat import ChatTemplate
     from nbdist.serve.ports import RanksPort
 
-__all__ = ["HttpServer", "serve_http"]
+__all__ = ["HttpServer", "check_installed", "serve_http"]
 
 _START_SECONDS = 30.0
 
@@ -51,16 +51,9 @@ def serve_http(
         ServeError: no rank serves the model, or the packages of the extra are not installed.
         OSError: the port is taken.
     """
-    try:
-        import fastapi
-        import prometheus_client
-        import uvicorn
-    except ImportError as error:
-        raise ServeError(
-            f"`serve_http` needs {error.name}, which is not installed; run "
-            "`pip install nbdist[serve]`"
-        ) from error
-    assert fastapi, prometheus_client
+    check_installed()
+    import uvicorn
+
     from nbdist.serve.http_app import make_app
 
     render = renderer(chat_template)
@@ -74,6 +67,25 @@ def serve_http(
         raise
     config = uvicorn.Config(app, log_level="warning", lifespan="off", access_log=False)
     return HttpServer(config, listener, router, chosen)
+
+
+def check_installed() -> None:
+    """See that the packages of the extra are there.
+
+    Raises:
+        ServeError: one is not.
+    """
+    try:
+        import fastapi
+        import prometheus_client
+        import uvicorn
+    except ImportError as error:
+        raise ServeError(
+            f"`serve_http` needs {error.name}, which is not installed; run "
+            "`pip install nbdist[serve]`"
+        ) from error
+    assert fastapi, prometheus_client
+    assert uvicorn
 
 
 class HttpServer:

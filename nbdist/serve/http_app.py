@@ -94,15 +94,18 @@ class _Desk:
             return _error(404, text, "not_found_error")
         generations = self._submitted(body, prompts)
         form = Form(body.model, generations[0].request_id, chat=chat)
-        if body.stream:
-            usage = body.stream_options is not None and body.stream_options.include_usage
-            events = self._events(form, generations, usage=usage)
-            return StreamingResponse(events, media_type="text/event-stream")
-        await _until_ended(generations, request)
+        # a stream's status is sent first, so what ranks refuse must be known before it
+        await _until(_has_begun if body.stream else _has_ended, generations, request)
         for generation in generations:
             if generation.finish_reason in _BAD_ENDINGS:
+                for other in generations:
+                    other.cancel()
                 return _failed(generation)
-        return JSONResponse(form.whole(generations))
+        if not body.stream:
+            return JSONResponse(form.whole(generations))
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        events = self._events(form, generations, usage=usage)
+        return StreamingResponse(events, media_type="text/event-stream")
 
     def _submitted(
         self, body: CompletionRequest | ChatRequest, prompts: list[str]
@@ -141,7 +144,7 @@ class _Desk:
                     seen = generation.take_logprobs()
                     yield _event(form.piece(index, text, None, seen))
                 elif generation.finish_reason in _BAD_ENDINGS:
-                    yield _event(error_body(_why(generation), "server_error"))
+                    yield _event(error_body(_why(generation), _meaning(generation)[1]))
                 else:
                     yield _event(form.piece(index, "", generation.finish_reason, []))
             if usage:
@@ -172,8 +175,18 @@ async def _pieces(generations: list[Generation]) -> AsyncIterator[tuple[int, str
             await changed.wait()
 
 
-async def _until_ended(generations: list[Generation], request: Request) -> None:
-    """Wait for all endings; when the client has gone, cancel."""
+def _has_begun(generation: Generation) -> bool:
+    return generation.num_tokens > 0 or _has_ended(generation)
+
+
+def _has_ended(generation: Generation) -> bool:
+    return generation.finish_reason is not None
+
+
+async def _until(
+    reached: Callable[[Generation], bool], generations: list[Generation], request: Request
+) -> None:
+    """Wait until all have reached a state; when the client has gone, cancel."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -183,7 +196,7 @@ async def _until_ended(generations: list[Generation], request: Request) -> None:
 
     watcher = asyncio.create_task(gone())
     changed = _wakes(generations)
-    while any(generation.finish_reason is None for generation in generations):
+    while not all(map(reached, generations)):
         await changed.wait()
         changed.clear()
     watcher.cancel()
@@ -250,14 +263,20 @@ def _error(status: int, text: str, kind: str, headers: dict[str, str] | None = N
 
 
 def _failed(generation: Generation) -> Response:
+    status, kind = _meaning(generation)
+    return _error(status, _why(generation), kind, {"Retry-After": "1"} if status == 429 else None)
+
+
+def _meaning(generation: Generation) -> tuple[int, str]:
+    """Return the status and the kind of error of a bad ending."""
     if generation.finish_reason == "overloaded":
-        return _error(429, _why(generation), "rate_limit_error", {"Retry-After": "1"})
+        return 429, "rate_limit_error"
     if generation.finish_reason == "timeout":
-        return _error(504, _why(generation), "timeout_error")
+        return 504, "timeout_error"
     # what cannot run is refused before its first token; later the fault is ours
     if generation.finish_reason == "error" and not generation.num_tokens:
-        return _error(400, _why(generation), "invalid_request_error")
-    return _error(503, _why(generation), "server_error")
+        return 400, "invalid_request_error"
+    return 503, "server_error"
 
 
 def _why(generation: Generation) -> str:

@@ -196,11 +196,14 @@ def _is_fresh(chunk: Chunk) -> bool:
     return chunk.start == 0 and len(chunk.token_ids) > 1
 
 
-def _group_key(chunk: Chunk) -> tuple[int, int, int]:
-    """Rows of one key share a call; a long row must not make short ones as long as itself."""
+def _group_key(chunk: Chunk) -> tuple[int, int, str]:
+    """Rows of one key share a call; a long row must not make short ones as long as itself.
+
+    The order is the same on all ranks that compute a step together.
+    """
     if _is_fresh(chunk):
-        return (-1, len(chunk.token_ids), id(chunk))
-    return (len(chunk.token_ids), (len(chunk.sequence.blocks).bit_length() + 1) // 2, 0)
+        return (-1, len(chunk.token_ids), chunk.sequence.request_id)
+    return (len(chunk.token_ids), (len(chunk.sequence.blocks).bit_length() + 1) // 2, "")
 
 
 def _attend_fresh(

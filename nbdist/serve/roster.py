@@ -51,7 +51,7 @@ class Roster:
         Raises:
             ServeError: no rank serves the model.
         """
-        query = ServeQuery(query_id=uuid.uuid4().hex)
+        query = ServeQuery(query_id=uuid.uuid4().hex, model=self._model)
         with self._changed:
             self._silent = set(range(self._ranks.num_ranks))
         for rank in range(self._ranks.num_ranks):
@@ -73,11 +73,15 @@ class Roster:
             raise ServeError(nobody_serves(self._model, self._ranks.num_ranks))
 
     def on_served(self, rank: int, event: Message) -> None:
-        """Note what a rank says of its replica."""
+        """Note what a rank says of its replica; requests of one that has gone end by themselves."""
         if not isinstance(event, ModelServed) or event.model != self._model:
             return
         with self._changed:
-            self.books.add(rank, event)
+            known = self.books.served.get(rank)
+            if event.state != "gone":
+                self.books.add(rank, event)
+            elif known is not None and known.version <= (event.version or known.version):
+                self.books.remove(rank)
             self._silent.discard(rank)
             self._changed.notify_all()
 

@@ -7,7 +7,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import Overloaded, RankLostError, ServeError
+from nbdist.errors import RankLostError, ServeError
 from nbdist.messages import (
     CancelRequest,
     EngineStats,
@@ -21,12 +21,15 @@ from nbdist.messages import (
 from nbdist.serve.deadlines import DeadlineWatch
 from nbdist.serve.generation import Generation
 from nbdist.serve.ledger import Ledger, Sent
+from nbdist.serve.many import generate_all
 from nbdist.serve.request import check_timeout, sampling_of
 from nbdist.serve.roster import Roster
+from nbdist.serve.unloading import unload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from nbdist.messages import ModelsUnloaded
     from nbdist.serve.ports import RanksPort
 
 __all__ = ["Router"]
@@ -155,17 +158,18 @@ class Router:
             One ended `Generation` a prompt, in the order of the prompts; raises as `submit` does.
         """
         wanted = [prompts] if isinstance(prompts, str) else list(prompts)
-        made: list[Generation] = []
-        try:
-            for prompt in wanted:
-                made.append(self._submit_waiting(prompt, sampling))  # noqa: PERF401 - kept on errors
-            for generation in made:
-                generation.wait()
-        except BaseException:
-            for generation in made:
-                generation.cancel()
-            raise
-        return made
+        return generate_all(self, wanted, sampling)
+
+    def wait_for_fewer(self, number: int) -> None:
+        """Wait until fewer requests than this have not ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.num_outstanding < number)
+
+    def unload(
+        self, *, now: bool = False, timeout_seconds: float | None = None
+    ) -> dict[int, ModelsUnloaded]:
+        """Have the ranks serve this model no more; see `nbdist.serve.unloading.unload`."""
+        return unload(self._ranks, self.model, now=now, timeout_seconds=timeout_seconds)
 
     def end_overdue(self) -> float | None:
         """End what a rank should have ended a second ago; returns the seconds to the next one.
@@ -190,16 +194,6 @@ class Router:
             self._cancel(sent.generation)
             if self._sent.forget(sent.generation.request_id, sent.rank):
                 sent.generation.end("cancelled", "the router was closed")
-
-    def _submit_waiting(self, prompt: str, sampling: dict[str, Any]) -> Generation:
-        while True:
-            before = self.num_outstanding
-            try:
-                return self.submit(prompt, **sampling)
-            except Overloaded:
-                with self._changed:
-                    while self.num_outstanding >= before:
-                        self._changed.wait()
 
     def _place(self, generation: Generation, *, retried: bool = False) -> None:
         """Send a request to the best replica, and to the next one when that is lost."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from nbdist.errors import NonFiniteError
-from nbdist.train.parallelize import bare
+from nbdist.train.parallelize import applied_to, bare
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -29,9 +29,18 @@ class AnomalyWatch:
     Args:
         model: from `parallelize`.
         enabled: without it, nothing is looked at.
+
+    Raises:
+        ValueError: the model's blocks are compiled: their layers are not called one by one.
     """
 
     def __init__(self, model: nn.Module, *, enabled: bool) -> None:
+        applied = applied_to(model)
+        if enabled and applied and applied.again and applied.again.options["compile_blocks"]:
+            raise ValueError(
+                "detect_anomaly=True was asked for a model with compile_blocks=True, whose layers "
+                "are no longer called one by one; leave one of the two out"
+            )
         self._model = bare(model)
         self._enabled = enabled
         self._hooks: list[RemovableHandle] = []

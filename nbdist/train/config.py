@@ -14,6 +14,7 @@ from torch.nn import functional
 from nbdist.train.precision import AUTOCAST
 
 if TYPE_CHECKING:
+    from nbdist.train.metrics import StepRecord
     from nbdist.train.saving import CheckpointConfig
 
 __all__ = ["LossFn", "TrainConfig", "next_token_loss"]
@@ -69,6 +70,8 @@ class TrainConfig:
             that the others wait for is named with its phase.
         straggler_ratio: of its own work in a step to that of the others.
         loss_fn: mean loss of a rank's rows.
+        on_step: called on every rank with each step's record; what it raises ends `fit` after that
+            step, so it must raise on all ranks or on none.
     """
 
     num_steps: int
@@ -95,6 +98,7 @@ class TrainConfig:
     straggler_steps: int = 20
     straggler_ratio: float = 1.3
     loss_fn: LossFn = next_token_loss
+    on_step: Callable[[StepRecord], None] | None = None
 
     def __post_init__(self) -> None:
         positive = ("num_steps", "global_batch_size", "accumulation_steps", "mirror_every")
@@ -137,7 +141,8 @@ class TrainConfig:
     def describe(self) -> dict[str, Any]:
         """Return the fields as JSON values, for a manifest; functions by name."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        plain["loss_fn"] = getattr(self.loss_fn, "__qualname__", repr(self.loss_fn))
+        for name in ("loss_fn", "on_step"):
+            plain[name] = getattr(plain[name], "__qualname__", plain[name] and repr(plain[name]))
         if self.checkpoint is not None:
             plain["checkpoint"] = dataclasses.asdict(self.checkpoint) | {
                 "directory": str(self.checkpoint.directory)

@@ -1,8 +1,8 @@
 """What a model needs on each rank, and which mesh to take (ranks).
 
 ZeRO's sums (arXiv 1910.02054, section 3): weights, gradients and two AdamW moments, each of the
-size of the weights. Activations are counted, not estimated: what autograd would keep of one pass
-on the meta device, which computes nothing and takes no memory.
+size of the weights. Activations are counted, not estimated (`nbdist.train.activations`). What of
+all this is there at one time was found by measuring, as `tests/ranks/test_memory.py` does.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.func import functional_call
 
+from nbdist.train.activations import Kept, count_kept, local_weights
 from nbdist.train.mesh import Axis, MeshConfig
 from nbdist.train.parallelize.data import blocks
 from nbdist.train.parallelize.tensor import resolve_plan
@@ -23,14 +22,13 @@ from nbdist.train.parallelize.tensor import resolve_plan
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch.utils.hooks import RemovableHandle
+    from torch import Tensor, nn
 
     from nbdist.train.parallelize.record import Strategy
 
 __all__ = [
     "ChosenMesh",
     "MemoryPlan",
-    "activation_bytes",
     "choose_mesh",
     "free_bytes",
     "plan_memory",
@@ -57,26 +55,28 @@ class ChosenMesh(MeshConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on each rank at the peak of a step; the allocator's rest comes on top.
+    """Bytes on each rank in a step, after the first; the allocator's rest comes on top.
+
+    Not all of it is there at once: as backward goes on, gradients take the place of activations.
 
     Attributes:
-        weight_bytes: of the rank's shard, and of what is gathered beside it.
-        gradient_bytes: of the rank's gradients before the step.
+        weight_bytes: of the rank's shard, and of what is gathered beside it in backward.
+        gradient_bytes: of the rank's gradients before the update.
         optimizer_bytes: AdamW's two moments.
         activation_bytes: kept for backward.
+        output_bytes: of the model's output. The loss keeps another, and backward begins with a
+            third.
+        buffer_bytes: of gradients that are being reduced: whole ones, and what is sent.
+        total_bytes: the most at one time.
     """
 
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Sum of the four."""
-        return (
-            self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
-        )
+    output_bytes: int
+    buffer_bytes: int
+    total_bytes: int
 
     def __str__(self) -> str:
         """Return one line, in MiB."""
@@ -85,9 +85,11 @@ class MemoryPlan:
             "gradients": self.gradient_bytes,
             "optimizer": self.optimizer_bytes,
             "activations": self.activation_bytes,
+            "output": self.output_bytes,
+            "buffers": self.buffer_bytes,
         }
-        listed = " + ".join(f"{name} {size / 2**20:,.1f}" for name, size in parts.items())
-        return f"{listed} = {self.total_bytes / 2**20:,.1f} MiB a rank"
+        listed = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in parts.items() if size)
+        return f"at most {self.total_bytes / 2**20:,.1f} MiB a rank ({listed})"
 
 
 def plan_memory(
@@ -98,11 +100,11 @@ def plan_memory(
     sample: Tensor | None = None,
     strategy: Strategy = "zero3",
     checkpoint_activations: bool = False,
+    accumulation_steps: int = 1,
 ) -> MemoryPlan:
     """Return what each rank needs; not collective, and nothing is computed or allocated.
 
-    Layers count as evenly cut over `tp` and `pp`: a model with large weights that stay whole needs
-    more than this.
+    Layers count as evenly cut over `pp`, and activations as those of one micro-batch on one rank.
 
     Args:
         model: whole; may be on the meta device.
@@ -111,98 +113,90 @@ def plan_memory(
         sample: inputs of one rank's micro-batch; without it, activations are left out.
         strategy: of `parallelize`.
         checkpoint_activations: of `parallelize`.
+        accumulation_steps: of `TrainConfig`.
 
     Raises:
-        ValueError: the degrees do not multiply to the world size.
+        ValueError: the degrees do not multiply to the world size, or `tp` does not fit the model.
     """
     degrees = mesh.degrees(world_size)
-    cut = degrees[Axis.TP] * degrees[Axis.PP]
-    shards = degrees[Axis.DP_SHARD] * degrees[Axis.CP] * degrees[Axis.EP]
-    held = _bytes(model) // cut
-    sizes = [_bytes(module) // cut for module in blocks(model)]
-    at_once = held - sum(sizes) + max(sizes, default=0)  # one block, and what is in none
-    own = held if strategy == "ddp" else held // shards
-    gathered = {"ddp": 0, "zero1": held, "zero2": held, "zero3": at_once}[strategy]
-    if shards == 1:
-        gathered = 0
-    gradients = held if strategy in ("ddp", "zero1") else own
-    activations = 0
+    sizes = _Sizes.of(model, degrees)
+    kept = Kept(0, 0)
     if sample is not None:
-        kept = activation_bytes(model, sample, checkpoint_activations=checkpoint_activations)
-        activations = kept // (degrees[Axis.TP] * degrees[Axis.CP])
+        tp = degrees[Axis.TP]
+        kept = count_kept(model, sample, checkpoint_activations=checkpoint_activations, tp=tp)
+        kept = Kept(*(size // degrees[Axis.CP] for size in kept))
+    return _planned(sizes, kept, strategy, adds_up=accumulation_steps > 1)
+
+
+def _planned(sizes: _Sizes, kept: Kept, strategy: Strategy, *, adds_up: bool) -> MemoryPlan:
+    own = sizes.held if strategy == "ddp" else sizes.own
+    is_whole = strategy == "ddp" or (adds_up and strategy in ("zero1", "zero3"))
+    gradients = sizes.held if is_whole else own
+    stays = adds_up or (strategy == "ddp" and sizes.is_data_parallel)  # DDP's are in its buckets
+    before = kept.activations + (gradients if stays else 0)
+    gathered, at_loss, buffers = sizes.beside(strategy)
+    peak = max(
+        before + 3 * kept.output + at_loss,
+        before + kept.output + gathered + buffers,
+        gradients + gathered + buffers,
+    )
     return MemoryPlan(
         weight_bytes=own + gathered,
         gradient_bytes=gradients,
         optimizer_bytes=2 * own,
-        activation_bytes=activations,
+        activation_bytes=kept.activations,
+        output_bytes=kept.output,
+        buffer_bytes=buffers,
+        total_bytes=3 * own + peak,
     )
 
 
-def activation_bytes(
-    model: nn.Module, sample: Tensor, *, checkpoint_activations: bool = False
-) -> int:
-    """Return the bytes that autograd keeps of one forward of `sample`, weights not counted.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """Bytes of a rank's weights.
 
-    Args:
-        model: on any device; nothing of it is touched.
-        sample: inputs; only shape and dtype matter.
-        checkpoint_activations: count the inputs of blocks, and the inside of the largest one.
-
-    Raises:
-        ValueError: the model's forward looks at values, which the meta device has not.
+    Attributes:
+        held: all that a replica has here.
+        own: of that, the rank's shard.
+        block: the largest block.
+        rest: what is in no block; FSDP treats it as one more.
+        is_data_parallel: whether there are others with the same layers.
+        is_sharded: whether FSDP is at work, perhaps on one rank.
     """
-    weights = {n: p.detach().to("meta").requires_grad_() for n, p in model.named_parameters()}
-    weights |= {name: buffer.to("meta") for name, buffer in model.named_buffers()}
-    count = _Kept({tensor.untyped_storage()._cdata for tensor in weights.values()})
-    hooks = [hook for block in blocks(model) for hook in count.watch(block)]
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(count.keep, lambda tensor: tensor):
-            functional_call(model, weights, (sample.to("meta"),))
-    except (RuntimeError, NotImplementedError) as error:
-        raise ValueError(
-            f"the activations of {type(model).__name__} were to be counted on the meta device, "
-            f"which met: {error}; leave sample out"
-        ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if checkpoint_activations:
-        return count.outside + count.inputs + max(count.inside.values(), default=0)
-    return count.outside + sum(count.inside.values())
 
+    held: int
+    own: int
+    block: int
+    rest: int
+    is_data_parallel: bool
+    is_sharded: bool
 
-class _Kept:
-    """Sizes of what autograd keeps, inside and outside blocks; each storage counts once."""
+    @classmethod
+    def of(cls, model: nn.Module, degrees: dict[str, int]) -> _Sizes:
+        local = local_weights(model, degrees[Axis.TP])
+        size = {key: weight.untyped_storage().nbytes() for key, weight in local.items()}
+        pp = degrees[Axis.PP]
+        held = sum(size.values()) // pp
+        inside = [sum(size[id(p)] for p in block.parameters()) for block in blocks(model)]
+        shards = degrees[Axis.DP_SHARD] * degrees[Axis.CP] * degrees[Axis.EP]
+        has_others = shards * degrees[Axis.DP_REPLICATE] > 1
+        return cls(
+            held=held,
+            own=held // shards,
+            block=max(inside, default=0),
+            rest=held - sum(inside) // pp,
+            is_data_parallel=has_others,
+            is_sharded=has_others or pp * degrees[Axis.TP] == 1,
+        )
 
-    def __init__(self, known: set[int]) -> None:
-        self._known = known
-        self._alive: list[Tensor] = []  # or the address of a storage would be used again
-        self._block: int | None = None
-        self.outside = 0
-        self.inputs = 0
-        self.inside: dict[int, int] = {}
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            self._known.add(storage._cdata)
-            self._alive.append(tensor)
-            if self._block is None:
-                self.outside += storage.nbytes()
-            else:
-                self.inside[self._block] = self.inside.get(self._block, 0) + storage.nbytes()
-        return tensor
-
-    def watch(self, block: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-        def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
-            self._block = id(block)
-            first = next((a for a in args if isinstance(a, Tensor)), None)
-            self.inputs += 0 if first is None else first.numel() * first.element_size()
-
-        def leave(*_: Any) -> None:
-            self._block = None
-
-        return block.register_forward_pre_hook(enter), block.register_forward_hook(leave)
+    def beside(self, strategy: Strategy) -> tuple[int, int, int]:
+        """Return what FSDP holds: gathered in backward, gathered at the loss, and buffers."""
+        if strategy == "ddp" or not self.is_sharded:
+            return 0, 0, 0
+        buffers = max(self.rest + 2 * self.block, 2 * self.rest)
+        if strategy == "zero3":  # a block is gathered while the one before it is in use
+            return min(self.rest + 2 * self.block, self.held), 0, buffers
+        return self.held, self.held, buffers
 
 
 def choose_mesh(
@@ -262,10 +256,6 @@ def _has_plan(model: nn.Module, tp: int) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 def free_bytes() -> int:

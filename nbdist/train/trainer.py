@@ -160,6 +160,8 @@ class Trainer:
         saved = self.finish_step()
         self.timing.clock.mark(Phase.SAVE)
         line.show(self.history.records[-1], self.timing.glance)
+        if self.config.on_step is not None:
+            self.config.on_step(self.history.records[-1])
         if self._stop_agreed:
             raise KeyboardInterrupt(save_stopped(self, saved))
 

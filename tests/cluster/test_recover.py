@@ -13,7 +13,7 @@ from nbdist.errors import RankLostError, RemoteCellError
 
 NUM_STEPS = 12
 SETUP = """
-import os, signal
+import dataclasses, os, signal
 from pathlib import Path
 import torch
 from nbdist.train import *
@@ -29,7 +29,8 @@ def die(flag):
 
 def build(strategy="zero3", die_in="", step=7, victims=(1,), **options):
     torch.manual_seed(0)
-    made = build_mesh()
+    cut = {strategy: world_size} if strategy in ("tp", "pp") else {}
+    made = build_mesh(MeshConfig(dp_shard=1, **cut) if cut else None)
     flags = {r: f"{directory}/{r}" for r in victims if die_in}
     def loss_fn(logits, targets):
         value = next_token_loss(logits, targets)
@@ -41,7 +42,8 @@ def build(strategy="zero3", die_in="", step=7, victims=(1,), **options):
         return value
     settings = {"num_steps": 12, "on_failure": "heal", "loss_fn": loss_fn,
                 "max_failures": 99, **options}
-    model = parallelize(DecoderLM(config), made, strategy=strategy)
+    model = DecoderLM(dataclasses.replace(config, tie_embeddings=strategy != "pp"))
+    model = parallelize(model, made, **({} if cut else {"strategy": strategy}))
     trainer = Trainer(model, data, TrainConfig(**settings))
     holder[:] = [trainer]
     if die_in == "optimizer" and rank in flags:
@@ -82,7 +84,7 @@ def _trainer():
 def unbroken(healing):
     """The losses without a failure, by strategy."""
     found = {}
-    for strategy in ("zero3", "ddp"):
+    for strategy in ("zero3", "ddp", "tp", "pp"):
         result = healing.run(f"trainer = build({strategy!r}); print(trainer.fit().losses)")
         found[strategy] = result.text[0].strip().splitlines()[-1]
     return found
@@ -91,7 +93,7 @@ def unbroken(healing):
 @pytest.mark.parametrize(
     "case",
     ["zero3 forward 1", "zero3 backward 0", "zero3 optimizer 1", "ddp backward 1",
-     "ddp optimizer 0"],
+     "ddp optimizer 0", "tp backward 1", "pp optimizer 1"],
 )  # fmt: skip
 def test_the_run_ends_as_the_unbroken_one(healing, unbroken, tmp_path, case):
     strategy, phase, victim = case.split()

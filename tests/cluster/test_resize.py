@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 
 from nbdist import World
-from nbdist.errors import NbdistError, RankLostError, RemoteCellError, StartError
+from nbdist.errors import (
+    NbdistError,
+    RankBusyError,
+    RankLostError,
+    RemoteCellError,
+    StartError,
+)
 from nbdist.notebook.resized import resize
 
 SETUP = """
@@ -147,6 +155,101 @@ def test_the_living_ranks_close_ranks_after_a_death(elastic):
     with pytest.raises(RemoteCellError, match="build a new Trainer"):
         elastic.run("go_on(kept, 2)")
     assert elastic.heal() == []
+
+
+SLOW = """
+import pathlib, time
+def build_slow(reached, num_ranks):
+    # slow until the number of ranks changes, which it is to be asked for at step 5
+    def loss_fn(logits, targets):
+        if trainer.step >= 5 and world_size == num_ranks:
+            pathlib.Path(reached).touch()
+            time.sleep(0.05)
+        return next_token_loss(logits, targets)
+    return build(num_steps=60, loss_fn=loss_fn)
+"""
+
+
+@contextmanager
+def once_there(path, action):
+    """Call `action` in a thread when a file is there; give a list of what it returns or raises."""
+    found = []
+
+    def wait():
+        while not path.exists():
+            time.sleep(0.01)
+        try:
+            found.append(action())
+        except NbdistError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    yield found
+    thread.join()
+
+
+def test_a_cell_that_trains_goes_on_with_more_ranks_after_its_step(elastic, tmp_path):
+    world, reached = elastic, tmp_path / "reached"
+    world.resize(2)
+    world.run(SETUP + SLOW + "kept = replicas = None")
+    expected = last(world.run("other = build(num_steps=60); print(other.fit().losses)"))[0]
+    with once_there(reached, lambda: world.resize(3)) as found:
+        result = world.run(
+            f"del other\nbefore = rank\ntrainer = build_slow({str(reached)!r}, 2)\n"
+            "history = trainer.fit()\n"
+            "print(rank, before, world_size, trainer.step, len(history.records))\n"
+            "print(history.losses)"
+        )
+
+    assert (found[0].before, found[0].after, found[0].behind) == (2, 3, {})
+    lines = {rank: text.splitlines()[-2] for rank, text in result.text.items()}
+    assert lines == {0: "0 0 3 60 60", 1: "1 1 3 60 60", 2: "2 0 3 60 60"}
+    # the same global batches, gradients summed in another order
+    assert losses(last(result)[2]) == pytest.approx(losses(expected), rel=1e-4)
+    assert set(last(world.run(SUM)).values()) == {"6 3"}
+
+
+def test_another_client_asks_for_fewer_ranks_of_a_cell_that_trains(elastic, tmp_path, capsys):
+    world, reached = elastic, tmp_path / "reached"
+    other = World.attach(world.world_id)
+    told = []
+    try:
+        with once_there(reached, lambda: resize(object(), other, 2)):
+            source = (
+                f"trainer = build_slow({str(reached)!r}, 3)\ntrainer.fit()\n"
+                "print(rank, world_size, trainer.step)"
+            )
+            for event in world.stream(source, timeout_seconds=100):
+                told += [event.text] if event is not None and event.kind == "cell_note" else []
+    finally:
+        other._objects.close()
+        other._link.close()
+
+    assert "its notebook has been asked for 2 ranks" in capsys.readouterr().out
+    assert "3 ranks made 2; the cell goes on" in told
+    assert last(world.run("print(rank, world_size, trainer.step)")) == {0: "0 2 60", 1: "1 2 60"}
+
+
+@pytest.mark.parametrize(
+    ("cell", "why"),
+    [
+        ("pathlib.Path({0!r}).touch(); time.sleep(0.5); print('end')", "not inside fit()"),
+        (
+            "for _ in [0]:\n    trainer = build_slow({0!r}, 2)\n    trainer.fit()\nprint('end')",
+            "in a loop",
+        ),
+    ],
+)
+def test_a_cell_that_cannot_go_on_is_left_alone(elastic, tmp_path, cell, why):
+    reached = tmp_path / "reached"
+    with once_there(reached, lambda: elastic.resize(3)) as found:
+        result = elastic.run(cell.format(str(reached)))
+
+    assert isinstance(found[0], RankBusyError)
+    assert why in str(found[0])
+    assert set(last(result).values()) == {"end"}
+    assert elastic.num_ranks == 2
 
 
 DYING = """

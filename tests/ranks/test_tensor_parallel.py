@@ -1,6 +1,7 @@
 """Tensor parallelism of others' models, refusals, and checkpoints from mesh to mesh."""
 
 import logging
+import types
 
 import pytest
 import torch
@@ -42,6 +43,21 @@ class _Own(torch.nn.Module):
         for stage in self.stages:
             x = x + stage(x)
         return x
+
+
+class _Wrapped(torch.nn.Module):
+    """A decoder inside a user's own module, with an embedding and a head of its own."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.kinds = torch.nn.Embedding(3, 5)
+        self.inner = torch.nn.ModuleDict({"decoder": _decoder(tie_embeddings=tied, vocab_size=32)})
+        self.head = torch.nn.Linear(32 + 5, 7)
+
+    def forward(self, tokens):
+        logits = self.inner["decoder"](tokens)
+        kinds = self.kinds(torch.zeros_like(tokens))
+        return types.SimpleNamespace(logits=self.head(torch.cat((logits, kinds), dim=-1)))
 
 
 def _llama(tied):
@@ -86,6 +102,9 @@ def _build(name):
         "qwen2": _qwen2,
         "encoder": _encoder,
         "own": _Own,
+        "wrapped": lambda: _Wrapped(tied=False),
+        "wrapped, tied": lambda: _Wrapped(tied=True),
+        "wrapped, tied, by token": lambda: _Wrapped(tied=True),
     }[name]()
     return built.double()
 
@@ -96,7 +115,7 @@ def _step(name, model):
         loss = model(torch.randn(2, 6, 8, generator=generator, dtype=torch.float64)).square().mean()
     else:
         tokens = torch.randint(32, (2, 6), generator=generator)
-        loss = cross_entropy(model(tokens).logits.flatten(0, 1), tokens.flatten())
+        loss = cross_entropy(model(tokens).logits.flatten(0, 1), tokens.flatten() % 7)
     loss.backward()
     return loss.detach(), {n: whole(p.grad) for n, p in model.named_parameters()}
 
@@ -110,7 +129,7 @@ def _models(rank, names):
     for name in names:
         loss, gradients = _step(name, _build(name))
         plan = OWN_PLAN if name == "own" else None
-        model = parallelize(_build(name), mesh, plan=plan)
+        model = parallelize(_build(name), mesh, plan=plan, sequence_parallel="by token" in name)
         assert parallelize(model, mesh) is model
         found_loss, found = _step(name, model)
         assert set(found) == set(gradients), name
@@ -126,6 +145,7 @@ def _models(rank, names):
 def test_models_of_others_equal_the_whole_model():
     pytest.importorskip("transformers")
     names = ["llama", "llama, tied", "qwen2", "encoder", "own"]
+    names += ["wrapped", "wrapped, tied", "wrapped, tied, by token"]
 
     for found in run_ranks(_models, 2, names):
         assert list(found) == names
@@ -133,6 +153,8 @@ def test_models_of_others_equal_the_whole_model():
             assert loss < TOLERANCE, name
             assert gradient < TOLERANCE, name
             assert num_cut >= 4, name
+            if "wrapped" in name:  # embedding, head, and seven of each layer
+                assert num_cut >= 15 + ("tied" not in name), name
 
 
 def _decoder(**change):

@@ -170,8 +170,8 @@ def test_modules_import_each_other_without_a_cycle():
 def test_every_library_that_is_imported_is_required_by_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    optional = [text for name in ("plot", "hf", "serve", "vllm") for text in extras[name]]
-    texts = [*project["dependencies"], *optional]
+    named = ("plot", "hf", "serve", "tune", "vllm")
+    texts = [*project["dependencies"], *(text for name in named for text in extras[name])]
     required = {re.match(r"[\w-]+", text).group() for text in texts}
     distributions = {
         "IPython": "ipython",

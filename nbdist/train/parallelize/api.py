@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.train.mesh import Axis, axis_size, build_mesh
 from nbdist.train.parallelize.checks import agree, check_materialized, move
+from nbdist.train.parallelize.compiling import check_compile, compile_each
 from nbdist.train.parallelize.context import check_context, spread_context
 from nbdist.train.parallelize.data import check_strategy, recompute_blocks, sharding_of, spread_data
 from nbdist.train.parallelize.expert import check_experts, spread_experts
@@ -41,6 +42,7 @@ def parallelize(
     loss_parallel: bool = False,
     param_dtype: torch.dtype | None = None,
     checkpoint_activations: bool = False,
+    compile_blocks: bool = False,
     pipeline: PipelineConfig | None = None,
     communication: CommunicationConfig | None = None,
 ) -> nn.Module:
@@ -71,6 +73,7 @@ def parallelize(
             the optimizer changes, and gradient sums, keep theirs.
         checkpoint_activations: keep only the inputs of blocks for backward and compute the rest
             again: less memory, about a third more time.
+        compile_blocks: `torch.compile` of each block, when it is first called; on `dp_*` and `pp`.
         pipeline: for `pp`: schedule, micro-batches and cuts. A rank then keeps its own layers
             only, and the model cannot be called: `Trainer` runs it.
         communication: how gradients travel: compression, buckets, prefetch.
@@ -81,7 +84,7 @@ def parallelize(
     """
     if applied_to(model) or isinstance(model, FSDPModule | DistributedDataParallel):
         return model
-    _check_model(model, mesh, strategy, param_dtype, communication)
+    _check_model(model, mesh, strategy, param_dtype, communication, compiled=compile_blocks)
     skeleton = Skeleton.of(model)
     tp = axis_size(mesh, Axis.TP)
     cut: _Cut = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
@@ -91,8 +94,7 @@ def parallelize(
     stages = _plan_pipeline(model, mesh, pipeline, sequence_parallel=sequence_parallel)
     agree(model)
     _spread_layers(model, mesh, whole_plan, cut)
-    if checkpoint_activations:
-        recompute_blocks(model)
+    _wrap_blocks(model, compiled=compile_blocks, recomputed=checkpoint_activations)
     sharding = None if strategy == "ddp" else sharding_of(mesh, strategy, param_dtype)
     spread_experts(model, mesh, sharding)
     piped = Pipeline(model, mesh, stages, sharding) if stages else None
@@ -100,7 +102,8 @@ def parallelize(
         model = spread_data(model, mesh, sharding, communication)
     given = _Given(
         plan=plan, strategy=strategy, param_dtype=param_dtype, communication=communication,
-        checkpoint_activations=checkpoint_activations, pipeline=_as_cut(pipeline, stages), **cut,
+        checkpoint_activations=checkpoint_activations, compile_blocks=compile_blocks,
+        pipeline=_as_cut(pipeline, stages), **cut,
     )  # fmt: skip
     again, texts = Again(skeleton, given), _texts(whole_plan)
     remember(model, Applied(mesh, strategy, loss_parallel, texts, piped, again))
@@ -122,6 +125,13 @@ def _spread_layers(model: nn.Module, mesh: DeviceMesh, plan: Plan | None, cut: _
     spread_context(model, mesh)
 
 
+def _wrap_blocks(model: nn.Module, *, compiled: bool, recomputed: bool) -> None:
+    if compiled:
+        compile_each(model)
+    if recomputed:  # outside: what is computed again is compiled code
+        recompute_blocks(model)
+
+
 def _quiet_redistribution() -> None:
     # one long line a rank for every weight that two axes cut, on what torch may do faster one day
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -137,6 +147,7 @@ class _Given(_Cut):
     plan: Plan | None
     param_dtype: torch.dtype | None
     checkpoint_activations: bool
+    compile_blocks: bool
     pipeline: PipelineConfig | None
     communication: CommunicationConfig | None
 
@@ -178,6 +189,8 @@ def _check_model(
     strategy: Strategy,
     param_dtype: torch.dtype | None,
     communication: CommunicationConfig | None,
+    *,
+    compiled: bool,
 ) -> None:
     _check_mesh(mesh)
     shards = strategy != "ddp" and axis_size(mesh, Axis.PP) == 1
@@ -185,6 +198,8 @@ def _check_model(
     check_strategy(strategy, mesh, param_dtype, communication)
     check_experts(model, mesh)
     check_context(model, mesh)
+    if compiled:
+        check_compile(model, mesh)
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

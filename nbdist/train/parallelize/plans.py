@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Style = str | ParallelStyle
     Plan = dict[str, Style]
 
-__all__ = ["expand", "infer_plan"]
+__all__ = ["decoders", "expand", "infer_plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,9 @@ _HEADS = ("head", "lm_head")
 def infer_plan(model: nn.Module, tp: int) -> Plan:
     """Return a plan for `DecoderLM`, Llama-like Hugging Face models and `nn.Transformer` layers.
 
-    Layers are known by their names inside one module. Attention of `nn.MultiheadAttention` stays
-    whole: it keeps the three projections in one weight. Layers that are not named here stay whole.
+    Layers are known by their names inside one module, which may be inside another. Attention of
+    `nn.MultiheadAttention` stays whole: it keeps the three projections in one weight. Layers that
+    are not named here stay whole.
 
     Raises:
         ValueError: nothing is known, or heads cannot be dealt to `tp` ranks.
@@ -76,17 +77,30 @@ def infer_plan(model: nn.Module, tp: int) -> Plan:
     return plan
 
 
+def decoders(model: nn.Module) -> dict[str, DecoderLM]:
+    """Return every `DecoderLM` in a model, by what stands before the names of its modules."""
+    found = ((name, m) for name, m in model.named_modules() if isinstance(m, DecoderLM))
+    return {f"{name}." if name else "": decoder for name, decoder in found}
+
+
 def _vocabulary(model: nn.Module) -> Plan:
-    """Cut the vocabulary of an embedding and of the output projection over it."""
+    """Cut the vocabulary of an embedding and of the output projection over it.
+
+    Beside a `DecoderLM`, a module's own embeddings and heads stay whole: it need not be tokens that
+    they are of.
+    """
+    if inside := decoders(model):
+        plan: Plan = {f"{prefix}embedding": "embedding" for prefix in inside}
+        return plan | {f"{p}head": "vocabulary" for p, decoder in inside.items() if decoder.head}
     heads = [
         name
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in _HEADS and isinstance(module, nn.Linear)
     ]
-    if not heads and not isinstance(model, DecoderLM):
+    if not heads:
         return {}
     embedding = next((n for n, m in model.named_modules() if isinstance(m, nn.Embedding)), None)
-    plan: Plan = dict.fromkeys(heads, "vocabulary")
+    plan = dict.fromkeys(heads, "vocabulary")
     if embedding is not None:
         plan[embedding] = "embedding"
     return plan

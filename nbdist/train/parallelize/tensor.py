@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from nbdist.train.models import DecoderLM, MixtureOfExperts
-from nbdist.train.parallelize.plans import expand, infer_plan
+from nbdist.train.parallelize.plans import decoders, expand, infer_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,7 @@ def resolve_plan(
                 "style of torch.distributed.tensor.parallel"
             )
         _check_even(name, model.get_submodule(name), style, tp)
-    if sequence_parallel and not (inferred and isinstance(model, DecoderLM)):
+    if sequence_parallel and not (inferred and decoders(model)):
         raise ValueError(
             f"sequence_parallel=True was asked for {type(model).__name__} with "
             f"{'an inferred' if inferred else 'a given'} plan: where its rows are cut is known for "
@@ -108,12 +108,14 @@ def spread_tensors(
         name: _style(style, loss_parallel=loss_parallel) if isinstance(style, str) else style
         for name, style in plan.items()
     }
-    if isinstance(model, DecoderLM) and "embedding" in plan.values():
-        styles |= _decoder_styles(
-            model, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel
-        )
-    if sequence_parallel:
-        model.register_forward_pre_hook(_check_even_rows(mesh.size()), with_kwargs=True)
+    for prefix, decoder in decoders(model).items():
+        if plan.get(f"{prefix}embedding") == "embedding":
+            inside = _decoder_styles(
+                decoder, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel
+            )
+            styles |= {f"{prefix}{name}".rstrip("."): style for name, style in inside.items()}
+        if sequence_parallel:
+            decoder.register_forward_pre_hook(_check_even_rows(mesh.size()), with_kwargs=True)
     root = styles.pop("", None)
     parallelize_module(model, mesh, styles)
     if root is not None:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from nbdist.messages import CellNote, RankDisplay, RankDone, RankStream
+from nbdist.messages import CellNote, RankDisplay, RankDone, RanksChanged, RankStream
 from nbdist.notebook import board, outlet, render
 from nbdist.notebook.render import CellView
 
@@ -38,6 +38,18 @@ def test_view_labels_lines_with_their_ranks(view, capsys):
         view.take(text(rank, f"same\nrank {rank}\n"))
     finish(view)
     assert capsys.readouterr().out == "[0-1] same\n[0] rank 0\n[1] rank 1\n"
+
+
+def test_view_goes_on_with_other_ranks(view, capsys):
+    for piece in ("same\n", "held back"):
+        view.take(text(0, piece))
+    view.take(text(1, "same\n"))
+    view.take(RanksChanged(cell_id="c", ranks=(0, 1, 2)))
+    for rank in (0, 1, 2):
+        view.take(text(rank, "three\n"))
+        view.take(done(rank))
+    view.finish(failed=False)
+    assert capsys.readouterr().out == "[0-1] same\n[0] held back\n[0-2] three\n"
 
 
 def test_view_keeps_blank_lines_and_lines_cut_into_pieces(view, capsys):

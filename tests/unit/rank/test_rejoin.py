@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from nbdist.rank.rejoin import call_site, rest_of
+from nbdist.rank.rejoin import call_site, joined_at, pause_site, resumed_at
 
 
 def rest(source, call_text="trainer.fit()"):
@@ -16,7 +16,7 @@ def rest(source, call_text="trainer.fit()"):
     found = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n) == call_text]
     node = found[0]
     call = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
-    left = rest_of(tree, call)
+    left = joined_at(tree, call)
     return left if left is None else ast.unparse(left).replace("__import__", "").splitlines()
 
 
@@ -65,9 +65,33 @@ def test_a_chained_call_is_found_by_its_place_not_by_its_name():
     assert lines == [BEGIN, GO_ON, "b()"]
 
 
+@pytest.mark.parametrize(
+    ("source", "call_text", "left"),
+    [
+        ("a = 1\nh = trainer.fit(resume=True)\nb()", None, ["h = trainer.go_on()", "b()"]),
+        ("with a:\n    trainer.resume()\nb()", None, ["with a:", "    trainer.go_on()", "b()"]),
+        ("Trainer(model, data).fit()", "Trainer(model, data).fit()", None),
+        ("runs[0].fit()", "runs[0].fit()", None),
+        ("for _ in a:\n    trainer.fit()", "trainer.fit()", None),
+    ],
+)
+def test_a_cell_that_has_stopped_goes_on_with_the_trainer_of_that_name(source, call_text, left):
+    tree = ast.parse(source)
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    node = next(n for n in calls if call_text in (None, ast.unparse(n)))
+    if call_text is None:
+        node = next(n for n in calls if "trainer" in ast.unparse(n))
+    rest = resumed_at(tree, (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset))
+    assert (rest if rest is None else ast.unparse(rest).splitlines()) == left
+
+
+def test_a_cell_outside_fit_has_no_place_to_stop_at():
+    assert pause_site(sys._getframe(), {}) == ((), "the cell is not inside fit()")
+
+
 def test_lines_stay_those_of_the_cell():
     source = "a = 1\n\nh = trainer.fit()\n\nboom()"
-    tree = rest_of(ast.parse(source), (3, 4, 3, 17))
+    tree = joined_at(ast.parse(source), (3, 4, 3, 17))
     assert [node.lineno for node in tree.body] == [3, 3, 5]
 
 

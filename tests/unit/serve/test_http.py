@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import httpx
@@ -12,6 +13,7 @@ from nbdist.errors import ServeError
 from nbdist.messages import CancelRequest, GenerateRequest, ModelServed, ServeQuery, TokenEvent
 from nbdist.serve import serve, serve_http
 from nbdist.serve.chat import renderer
+from nbdist.serve.runner import Runner
 
 GREEDY = {"model": "default", "temperature": 0.0, "max_tokens": 12}
 
@@ -220,6 +222,105 @@ def test_client_that_waits_no_longer_ends_its_request(fake, fake_server):
 
     assert fake.asked.is_set()
     assert fake.cancelled.wait(20)
+
+
+def ask_in_thread(server, **more) -> tuple[threading.Thread, list[httpx.Response]]:
+    """Send a completion beside the test; the list has its answer at the end."""
+    made: list[httpx.Response] = []
+    body = {**GREEDY, "prompt": "fox", **more}
+
+    def ask() -> None:
+        made.append(
+            httpx.post(f"{server.url}/completions", json=body, headers=headers(server), timeout=30)
+        )
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread, made
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("ending", "wanted"),
+    [
+        ("timeout", (504, "timeout_error", None)),
+        ("overloaded", (429, "rate_limit_error", "1")),
+        ("cancelled", (503, "server_error", None)),
+        ("replica_lost", (503, "server_error", None)),
+        ("error", (400, "invalid_request_error", None)),
+    ],
+)
+def test_ending_of_a_rank_becomes_its_status(fake, fake_server, stream, ending, wanted):
+    thread, made = ask_in_thread(fake_server, stream=stream)
+    assert fake.asked.wait(20)
+    fake.answer(0, "", ending)
+    thread.join(20)
+
+    [answer] = made
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], answer.headers.get("retry-after")) == wanted
+    assert f"ended by `{ending}`" in error["message"]
+
+
+def test_ending_after_some_tokens_keeps_no_text_and_is_not_the_clients_fault(fake, fake_server):
+    thread, made = ask_in_thread(fake_server)
+    assert fake.asked.wait(20)
+    fake.answer(1, "some")
+    fake.answer(1, "", "error")
+    thread.join(20)
+
+    assert (made[0].status_code, made[0].json()["error"]["type"]) == (503, "server_error")
+
+
+def test_ending_in_the_middle_of_a_stream_is_its_last_event(fake, fake_server):
+    body = {**GREEDY, "prompt": "fox", "stream": True}
+    first = threading.Thread(target=lambda: fake.asked.wait(20) and fake.answer(1, "some"))
+    first.start()
+    url = f"{fake_server.url}/completions"
+    with httpx.stream("POST", url, json=body, headers=headers(fake_server)) as stream:
+        lines = filter(None, stream.iter_lines())
+        assert '"some"' in next(lines)
+        fake.answer(1, "", "timeout")
+        *_, last, done = lines
+
+    first.join(20)
+    assert stream.status_code == 200  # sent with the first token
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "timeout_error"
+    assert done == "data: [DONE]"
+
+
+def test_client_gone_in_the_middle_ends_its_row_within_a_step(
+    model, tokenizer, one_rank, monkeypatch
+):
+    allowed, cancelled = threading.Semaphore(0), threading.Event()
+    forward = Runner.forward
+
+    def counted(runner, chunks):
+        if threading.current_thread().name.startswith("nbdist-serve"):
+            assert allowed.acquire(timeout=20), "a step was wanted that nobody allowed"
+        return forward(runner, chunks)
+
+    monkeypatch.setattr(Runner, "forward", counted)
+    port = one_rank.ports[0]
+    replica = serve(model, tokenizer, port=port)
+    before = replica.stats().num_steps  # those of the probe
+    cancel = port.handlers[CancelRequest]
+    port.on_message(CancelRequest, lambda m: (cancel(m), cancelled.set()))
+    server = serve_http(one_rank, token=None)
+    allowed.release(2)  # the prompt and its first token, and one more
+    body = {**GREEDY, "max_tokens": 80, "prompt": "fox", "stream": True}
+
+    with httpx.stream("POST", f"{server.url}/completions", json=body, timeout=30) as stream:
+        next(stream.iter_lines())
+    assert cancelled.wait(20)
+    allowed.release()  # the step that the engine waits for; it gets no other
+    server._router.wait_for_fewer(1)
+
+    stats = replica.stats()
+    assert (stats.num_running, stats.num_waiting, stats.paged_bytes) == (0, 0, 0)
+    assert stats.num_steps == before + 3
+    server.stop()
+    replica.stop()
 
 
 def test_burst_beyond_the_queue_gets_429_and_when_to_come_back(fake, one_rank):

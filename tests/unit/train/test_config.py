@@ -43,12 +43,13 @@ def test_checkpoint_config_refuses_zero_steps():
 
 def test_description_is_json(tmp_path):
     config = TrainConfig(
-        num_steps=5, checkpoint=CheckpointConfig(directory=tmp_path, every_steps=2)
+        num_steps=5, checkpoint=CheckpointConfig(directory=tmp_path, every_steps=2), on_step=print
     )
 
     described = json.loads(json.dumps(config.describe()))
 
-    assert described["loss_fn"] == "next_token_loss"
+    assert (described["loss_fn"], described["on_step"]) == ("next_token_loss", "print")
+    assert TrainConfig(num_steps=5).describe()["on_step"] is None
     assert described["checkpoint"]["directory"] == str(tmp_path)
 
 
