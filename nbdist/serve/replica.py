@@ -77,7 +77,8 @@ def serve(
         end_token: ends an answer; by default the first of <|endoftext|>, <|im_end|>, </s>, <eos>
             and [EOS] that the tokenizer has.
         cache_tokens: most tokens that the cache of `native` or `vllm` holds; a prompt that cannot
-            fit is refused. By default `max_batch` contexts, cut to 1 GiB but never below one context.
+            fit is refused. By default `max_batch` contexts, cut to 1 GiB but never below one
+            context.
         engine: what runs it: `native`, `hf` (transformers' continuous batching, greedy only),
             `vllm`, `reference` (static batches), or `auto` for the first of the others that gives
             the right tokens.
