@@ -158,19 +158,19 @@ class PackedStep:
         keys, values = self._pages.keys[layer_index], self._pages.values[layer_index]
         keys.flatten(1, 2).index_copy_(1, self._slots, key[0].to(keys.dtype))
         values.flatten(1, 2).index_copy_(1, self._slots, value[0].to(values.dtype))
-        out = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+        parts = []
         for group in self._groups:
-            end = group.first + len(group.chunks) * group.num_new
-            here = slice(group.first, end)
+            here = slice(group.first, group.first + len(group.chunks) * group.num_new)
             if group.fresh:
                 own = (query[:, :, here], key[:, :, here], value[:, :, here])
                 mixed = _attend_fresh(group, *own, scale=scale, window=window)
-                out[:, here] = mixed.transpose(1, 2)
+                parts.append(mixed[0].transpose(0, 1))
                 continue
             picked = (keys.index_select(1, group.table), values.index_select(1, group.table))
             mixed = _attend_rows(group, query[0, :, here], *picked, scale=scale, window=window)
-            out[0, here].view(mixed.shape).copy_(mixed)
-        return out.transpose(1, 2)
+            parts.append(mixed.flatten(0, 1).flatten(1, 2))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)  # (T, H, D)
+        return out[None].transpose(1, 2)
 
     def _group(self, chunks: list[Chunk], first: int) -> _Group:
         num_new, device = len(chunks[0].token_ids), self._pages.device

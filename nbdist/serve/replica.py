@@ -76,10 +76,12 @@ def serve(
         max_waiting: most requests that wait for a slot; more are refused.
         end_token: ends an answer; by default the first of <|endoftext|>, <|im_end|>, </s>, <eos>
             and [EOS] that the tokenizer has.
-        cache_tokens: most tokens that the cache of `native` holds; a prompt that cannot fit is
-            refused. By default `max_batch` contexts, cut to 1 GiB but never below one context.
+        cache_tokens: most tokens that the cache of `native` or `vllm` holds; a prompt that cannot
+            fit is refused. By default `max_batch` contexts, cut to 1 GiB but never below one
+            context.
         engine: what runs it: `native`, `hf` (transformers' continuous batching, greedy only),
-            `reference` (static batches), or `auto` for the first that gives the right tokens.
+            `vllm`, `reference` (static batches), or `auto` for the first of the others that gives
+            the right tokens.
         speculation: guess tokens ahead where it pays: `ngram` by what followed the same words
             before, or by a small draft model of the same vocabulary. Engine `native` only; it
             changes no answer.

@@ -2,8 +2,8 @@
 
 vLLM takes a process for its own: it replaces functions of torch, makes a process group, and takes
 memory by its own rules. So it gets one. The rank holds the other end of a socket pair, and each
-line of JSON on it has one answer; nothing listens, and the process ends when the rank's end is
-closed.
+line of JSON on it has one answer; the process ends when the rank's end is closed. What listens is
+vLLM's own process group, on loopback.
 """
 
 from __future__ import annotations

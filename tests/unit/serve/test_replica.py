@@ -239,7 +239,7 @@ def test_serve_outside_a_rank_says_where_to_call_it(model, tokenizer):
     [
         ({"max_batch": 0}, "max_batch=0"),
         ({"end_token": "<nope>"}, "<nope>"),
-        ({"engine": "vllm"}, "engine='vllm' is unknown"),
+        ({"engine": "other"}, "engine='other' is unknown"),
         ({"speculation": "eagle"}, "'eagle' is neither"),
     ],
 )
