@@ -137,11 +137,13 @@ class Book:
         with self._lock:
             self._num_to_ask += 1
             before = self.study.get_trials(deepcopy=False)[trial.number]
+            # it may have died before it asked for all that it was to try again
+            params = before.system_attrs.get("fixed_params", {}) | trial.params
             again = optuna.create_trial(
                 state=optuna.trial.TrialState.WAITING,
                 user_attrs={"retry_of": trial.number, _ATTEMPT: attempt},
                 # what `enqueue_trial` notes, and what the sampler has, such as a place in its grid
-                system_attrs={**before.system_attrs, "fixed_params": trial.params},
+                system_attrs={**before.system_attrs, "fixed_params": params},
             )
             self.study.add_trial(again)
         self._tell(trial, state="FAIL", error=why, is_last=False)

@@ -55,6 +55,16 @@ def test_parameters_of_a_dead_rank_are_tried_again_as_often_as_allowed():
     assert [trial.user_attrs.get("retry_of") for trial in book.study.trials] == [None, 0, 1]
 
 
+def test_parameters_outlive_a_retry_that_dies_before_it_asks_for_them():
+    book = _book(num_trials=1, retries=2)
+    first = book.next("0")
+    value = book.answer(first, _call("suggest_float", name="x", low=0, high=1)).value
+    book.died(first, "rank 0 died")
+    book.died(book.next("1"), "rank 1 died")
+    again = book.answer(book.next("0"), _call("suggest_float", name="x", low=0, high=1))
+    assert again.value == value
+
+
 def test_trial_that_its_ranks_could_not_run_counts_no_attempt():
     book = _book(num_trials=1, retries=0)
     book.put_back(book.next("0"), "rank 1 does not answer")
