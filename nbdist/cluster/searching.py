@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import starting
 from nbdist.cluster.death import lost_error
-from nbdist.cluster.healing import Healing
+from nbdist.cluster.healing import Healing, end_ranks
 from nbdist.cluster.mapping import Mapping
 from nbdist.cluster.maprun import dumps
 from nbdist.cluster.search import SearchResult, SearchRun
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Searching"]
 
 POLL_SECONDS = 0.05
+JOIN_SECONDS = 20.0
 
 
 class Searching(Mapping, Healing):
@@ -121,7 +122,7 @@ class Searching(Mapping, Healing):
         with self._noting:
             self._generation += 1
             generation = self._generation
-        joined = starting.join_group(self._link, self.record, generation, ranks)
+        joined = starting.join_group(self._link, self.record, generation, ranks, JOIN_SECONDS)
         with self._noting:
             self._note(joined)
         return generation
@@ -131,6 +132,10 @@ class Searching(Mapping, Healing):
         with self._mending:  # one after the other: launchers and spares are the world's
             lost = sorted(self._link.lost_ranks & set(ranks))
             self.bring_up(lost, lambda _text: None)
+
+    def end_stuck(self, ranks: Sequence[int]) -> None:
+        """See `SearchWorld`."""
+        end_ranks(self._link, self.infos, ranks)
 
     def call_idle(self, fn: Callable[..., Any], args: tuple[Any, ...], rank: int) -> None:
         """See `SearchWorld`."""

@@ -70,7 +70,11 @@ def start(config: WorldConfig, tell: Callable[[str], None]) -> Started:
 
 
 def join_group(
-    link: WorldLink, record: WorldRecord, generation: int, ranks: Sequence[int]
+    link: WorldLink,
+    record: WorldRecord,
+    generation: int,
+    ranks: Sequence[int],
+    timeout_seconds: float = 60.0,
 ) -> list[RankInfo]:
     """Have ranks join a generation of the group, in this order, and verify it.
 
@@ -78,7 +82,7 @@ def join_group(
         StartError: a rank could not join; the text gives its reason.
         RankLostError: a rank died meanwhile.
     """
-    answers = ask(link, _join_request(record, generation, ranks), ranks, 60.0)
+    answers = ask(link, _join_request(record, generation, ranks), ranks, timeout_seconds)
     if missing := sorted(set(ranks) - set(answers)):
         raise RankLostError(
             f"generation {generation} of the process group was not made: rank {missing[0]} did "

@@ -28,7 +28,7 @@ class Trial:
     """What the objective of `World.search` is given; its methods are those of Optuna's trial.
 
     All ranks of the group must make the same calls; all get the same answer. The first rank asks
-    the client, which takes about a millisecond. Bad arguments raise ValueError on all ranks.
+    the client, which takes some milliseconds. Bad arguments raise ValueError on all ranks.
 
     Args:
         desk: of this rank.

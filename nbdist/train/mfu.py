@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,19 @@ if TYPE_CHECKING:
 
 __all__ = ["GPU_PEAKS", "flops_per_token", "peak_flops"]
 
-# Dense FLOP/s of (16 bit on tensor cores, 32 bit without them), from NVIDIA's data sheets of each
-# product; where a sheet gives the rate with sparsity, half of it. First match by name.
+# Dense FLOP/s of 16 bit on tensor cores, and of 32 bit without them, by words that all stand in the
+# name of the device; of the entries that match, the first counts. Where NVIDIA gives a rate with
+# sparsity, half of it. From NVIDIA's data sheets, as others quote them (H100, H200, A100, A40, A10,
+# L40, L40S, L4, V100, T4; of Blackwell its table of HGX B200 and GB200 NVL72; of the A10G what AWS
+# gives), compared with the tables of Lightning's `throughput` (but for the A10G) and of nanochat.
 GPU_PEAKS: dict[str, tuple[float, float]] = {
+    "GB200": (2500e12, 80e12),
+    "B200": (2250e12, 75e12),
+    "GH200": (989e12, 67e12),
+    "H200 NVL": (835e12, 60e12),
     "H200": (989e12, 67e12),
     "H100 PCIe": (756e12, 51e12),
+    "H100 HBM2e": (756e12, 51e12),
     "H100 NVL": (835e12, 60e12),
     "H100": (989e12, 67e12),
     "A100": (312e12, 19.5e12),
@@ -28,7 +37,10 @@ GPU_PEAKS: dict[str, tuple[float, float]] = {
     "A10G": (70e12, 35e12),
     "A10": (125e12, 31.2e12),
     "L40S": (362e12, 91.6e12),
+    "L40": (181e12, 90.5e12),
     "L4": (121e12, 30.3e12),
+    "V100S": (130e12, 16.4e12),
+    "V100 PCIE": (112e12, 14e12),
     "V100": (125e12, 15.7e12),
     "T4": (65e12, 8.1e12),
 }
@@ -78,21 +90,23 @@ def _attention_width(config: Any) -> int:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the FLOP/s of this rank's device in matrix products of a dtype. Not collective.
 
-    Of a GPU from `GPU_PEAKS`, None for one that is not there. TF32 counts as half of 16 bit. Of a
-    CPU it is measured, with this process's threads: ranks that share cores measure what is left.
+    Of a GPU from `GPU_PEAKS`; None for one that is not there, for a part of one (MIG), and for a
+    dtype that it has no such units for. TF32 counts as half of 16 bit. Of a CPU it is measured,
+    with this process's threads: ranks that share cores measure what is left.
     """
     if device.type == "cpu":
         return _measured(dtype, torch.get_num_threads())
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    found = next((peaks for known, peaks in GPU_PEAKS.items() if known in name), None)
-    if found is None:
+    # whole words: an RTX A4000 is no A40, an L40 no L4
+    words = set(re.split(r"\W+", torch.cuda.get_device_name(device)))
+    found = next((peaks for key, peaks in GPU_PEAKS.items() if words >= set(key.split())), None)
+    if found is None or "MIG" in words:
         return None
+    is_ampere = torch.cuda.get_device_capability(device) >= (8, 0)  # or later: bfloat16, TF32
     if dtype.itemsize == 2:
-        return found[0]
-    has_tf32 = torch.cuda.get_device_capability(device) >= (8, 0)
-    if dtype == torch.float32 and has_tf32 and torch.backends.cuda.matmul.allow_tf32:
+        return found[0] if is_ampere or dtype == torch.float16 else None
+    if dtype == torch.float32 and is_ampere and torch.backends.cuda.matmul.allow_tf32:
         return found[0] / 2
     return found[1] if dtype == torch.float32 else None
 

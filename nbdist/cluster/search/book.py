@@ -132,10 +132,20 @@ class Book:
 
     def put_back(self, trial: optuna.Trial, why: str, attempt: int = 1) -> None:
         """Have another trial with the same parameters take the place of one."""
+        import optuna
+
         with self._lock:
             self._num_to_ask += 1
-            notes = {"retry_of": trial.number, _ATTEMPT: attempt}
-            self.study.enqueue_trial(trial.params, user_attrs=notes)
+            before = self.study.get_trials(deepcopy=False)[trial.number]
+            # it may have died before it asked for all that it was to try again
+            params = before.system_attrs.get("fixed_params", {}) | trial.params
+            again = optuna.create_trial(
+                state=optuna.trial.TrialState.WAITING,
+                user_attrs={"retry_of": trial.number, _ATTEMPT: attempt},
+                # what `enqueue_trial` notes, and what the sampler has, such as a place in its grid
+                system_attrs={**before.system_attrs, "fixed_params": params},
+            )
+            self.study.add_trial(again)
         self._tell(trial, state="FAIL", error=why, is_last=False)
 
     def best(self) -> float | None:

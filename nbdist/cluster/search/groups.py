@@ -38,6 +38,10 @@ class SearchWorld(Replacing, Protocol):
         """Bring up processes for those of some ranks that are lost; they are in no group yet."""
         ...
 
+    def end_stuck(self, ranks: Sequence[int]) -> None:
+        """End the processes of ranks that wait for one that has died."""
+        ...
+
     def call_idle(self, fn: Callable[..., Any], args: tuple[Any, ...], rank: int) -> None:
         """Call a function on an idle rank."""
         ...
@@ -108,7 +112,7 @@ class RankGroup:
         Raises:
             StartError: a process did not come up.
         """
-        lost = self._link.lost_ranks & set(self.ranks)
+        lost = self._lost()
         if lost and not self._is_stopped:
             self._world.replace_lost(self.ranks)
             self._new |= lost
@@ -165,16 +169,25 @@ class RankGroup:
             RankLostError: one of them has died.
             NbdistError: they cannot for another reason.
         """
+        self._check_alive()
         try:
             return self._world.join_part(self.ranks)
         except (StartError, RankLostError) as error:
             deadline = time.monotonic() + NEWS_SECONDS  # the others may hear of a death first
-            while time.monotonic() < deadline:
-                if lost := sorted(self._link.lost_ranks & set(self.ranks)):
-                    text = "rank {ranks} died when a trial was to begin"
-                    raise self._world.lost_error(lost, text) from error
+            while not self._lost() and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
+            if self._lost():
+                # They look for its address as long as a collective may take, and hear nothing.
+                self._world.end_stuck([rank for rank in self.ranks if rank not in self._lost()])
+            self._check_alive()
             raise NbdistError(f"they could not join a process group: {error}") from error
+
+    def _lost(self) -> frozenset[int]:
+        return self._link.lost_ranks & set(self.ranks)
+
+    def _check_alive(self) -> None:
+        if lost := sorted(self._lost()):
+            raise self._world.lost_error(lost, "rank {ranks} died when a trial was to begin")
 
     def _begin(self, request: RunCell, generation: int) -> CellRun:
         watch = Watch(self._link, request, max(self.ranks) + 1)

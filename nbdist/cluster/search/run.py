@@ -47,7 +47,7 @@ class SearchRun:
         self._book = book
         self._groups = groups
         self._keep_going = keep_going
-        self._is_stopped = False
+        self._is_stopped = self._is_ending = False
         self._failure: BaseException | None = None
         self.lost_groups: list[tuple[RankGroup, NbdistError]] = []
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -58,6 +58,7 @@ class SearchRun:
         self._end()
 
     def _end(self) -> None:
+        self._is_ending = True
         self._book.close()
         for group in self._groups:
             group.stop()
@@ -71,14 +72,15 @@ class SearchRun:
         with Bar(total=self._book.num_trials, shown=progress, desc="search", unit="trial") as bar:
             for thread in threads:
                 thread.start()
-            while any(thread.is_alive() for thread in threads):
+            goes_on = True
+            while goes_on:
                 try:
                     with suppress(queue.Empty):
                         self._news.get(timeout=POLL_SECONDS)
+                    goes_on = any(thread.is_alive() for thread in threads)
                     self._show(bar)
                 except KeyboardInterrupt:
                     self.stop()
-            self._show(bar)
         self._raise()
 
     def _show(self, bar: Bar) -> None:
@@ -125,9 +127,10 @@ class SearchRun:
             ended = group.run(trial.number, functools.partial(book.answer, trial))
         except RankLostError as error:
             book.died(trial, str(error))
-        except KeyboardInterrupt:  # of this client, or of another one
+        except KeyboardInterrupt:
             book.stopped(trial)
-            self.stop()
+            if not self._is_ending:  # another client has stopped the ranks
+                self.stop()
         except CellTimeoutError as error:
             book.fail(trial, str(error))
         except RemoteCellError as error:

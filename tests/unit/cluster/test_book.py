@@ -55,6 +55,16 @@ def test_parameters_of_a_dead_rank_are_tried_again_as_often_as_allowed():
     assert [trial.user_attrs.get("retry_of") for trial in book.study.trials] == [None, 0, 1]
 
 
+def test_parameters_outlive_a_retry_that_dies_before_it_asks_for_them():
+    book = _book(num_trials=1, retries=2)
+    first = book.next("0")
+    value = book.answer(first, _call("suggest_float", name="x", low=0, high=1)).value
+    book.died(first, "rank 0 died")
+    book.died(book.next("1"), "rank 1 died")
+    again = book.answer(book.next("0"), _call("suggest_float", name="x", low=0, high=1))
+    assert again.value == value
+
+
 def test_trial_that_its_ranks_could_not_run_counts_no_attempt():
     book = _book(num_trials=1, retries=0)
     book.put_back(book.next("0"), "rank 1 does not answer")
@@ -76,15 +86,19 @@ def test_endings_become_states_of_the_study():
     assert book.num_ended == 3
 
 
-def test_grid_that_has_been_tried_does_not_end_a_search():
+@pytest.mark.parametrize("dies", [None, 0, 1])
+def test_grid_that_has_been_tried_does_not_end_a_search(dies):
     sampler = optuna.samplers.GridSampler({"x": [1, 2]}, seed=0)
     book = _book(num_trials=2, sampler=sampler)
-    for _ in range(2):
-        trial = book.next("0")
+    while (trial := book.next("0")) is not None:
         value = book.answer(trial, _call("suggest_int", name="x", low=1, high=2)).value
-        book.take(trial, _ended(value))
-    assert [trial.state.name for trial in book.study.trials] == ["COMPLETE"] * 2
-    assert book.best() == 1.0
+        if trial.number == dies:
+            book.died(trial, "rank 0 died")
+        else:
+            book.take(trial, _ended(value))
+    complete = [trial for trial in book.study.trials if trial.state.name == "COMPLETE"]
+    assert sorted(trial.params["x"] for trial in complete) == [1, 2]
+    assert book.num_ended == 2
 
 
 def test_table_has_the_best_first_and_says_what_went_wrong():

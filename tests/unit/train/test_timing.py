@@ -143,6 +143,28 @@ def test_peak_of_a_gpu_is_looked_up_and_that_of_a_cpu_measured(monkeypatch):
     assert peak_flops(torch.device("cpu"), torch.float32) > 1e8
 
 
+@pytest.mark.parametrize(
+    ("name", "capability", "half", "single"),
+    [
+        ("NVIDIA H100 PCIe", (9, 0), 756e12, 51e12),
+        ("NVIDIA H200 NVL", (9, 0), 835e12, 60e12),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), 312e12, 19.5e12),
+        ("NVIDIA L40", (8, 9), 181e12, 90.5e12),  # holds "L4"
+        ("NVIDIA RTX A4000", (8, 6), None, None),  # holds "A40"
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", (8, 0), None, None),
+        ("Tesla V100-PCIE-16GB", (7, 0), 112e12, 14e12),
+    ],
+)
+def test_gpu_is_known_by_whole_words(monkeypatch, name, capability, half, single):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    gpu = torch.device("cuda", 0)
+
+    assert (peak_flops(gpu, torch.float16), peak_flops(gpu, torch.float32)) == (half, single)
+    # tensor cores take bfloat16 from Ampere on
+    assert peak_flops(gpu, torch.bfloat16) == (half if capability >= (8, 0) else None)
+
+
 def test_ratio_of_one_is_refused():
     with pytest.raises(ValueError, match=re.escape("set straggler_ratio > 1")):
         TrainConfig(num_steps=1, straggler_ratio=1.0)
