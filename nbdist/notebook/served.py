@@ -35,6 +35,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default="default", help="what requests ask for")
     parser.add_argument("--engine", choices=ENGINES, default="auto", help="default: auto")
     parser.add_argument("--weight-bits", type=int, choices=(8, 4), help="round linear weights")
+    parser.add_argument("--speculation", choices=["ngram"], help="guess tokens ahead")
     parser.add_argument("--max-batch", type=int, default=8, metavar="N", help="default: 8")
     parser.add_argument("--http", action="store_true", help="answer OpenAI's clients as well")
 
@@ -64,6 +65,7 @@ def serve(world: World, arguments: argparse.Namespace, run: Callable[[str, range
         engine=arguments.engine,
         weight_bits=arguments.weight_bits,
         max_batch=arguments.max_batch,
+        speculation=arguments.speculation,
     ).checked(world.num_ranks)
     if arguments.http:
         check_installed()

@@ -12,6 +12,7 @@ import pytest
 from nbdist.errors import NoWorldError, Overloaded, ServeError
 from nbdist.messages import (
     CancelRequest,
+    EngineStats,
     GenerateRequest,
     ModelServed,
     Sampling,
@@ -334,6 +335,50 @@ def test_importing_the_panel_brings_no_torch():
     code = "import sys, nbdist.notebook.widgets.generate; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class FakeEngines(FakeRouter):
+    """A router whose engines hold more at each look, until nobody serves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = threading.Semaphore(0)
+        self.num_looks = 0
+        self.gone = False
+
+    def stats(self) -> dict[int, EngineStats]:
+        self.num_looks += 1
+        self.looks.release()
+        if self.gone:
+            raise ServeError("nobody serves")
+        return {0: EngineStats(used_bytes=512 * self.num_looks, capacity_bytes=2048)}
+
+
+def test_panel_shows_the_cache_while_a_request_runs_and_looks_no_more_after_it(monkeypatch):
+    router = FakeEngines()
+    widget = GenerateWidget(router)
+    monkeypatch.setattr(widget._cache_line, "_interval_seconds", 0.01)
+    shown = []
+    widget.observe(lambda change: shown.append(change["new"]), "memory")
+
+    widget.submit("one")
+    thread = widget._cache_line._thread
+    assert all(router.looks.acquire(timeout=DEADLINE) for _ in range(3))
+    router.answer(0, 1, "a", "stop")
+    thread.join(DEADLINE)
+
+    assert not thread.is_alive()
+    assert shown[:2] == [
+        "cache: 512 B in use; paged 0 B of 2 KiB, 0% wasted; contiguous 0 B, 0% wasted",
+        "cache: 1 KiB in use; paged 0 B of 2 KiB, 0% wasted; contiguous 0 B, 0% wasted",
+    ]
+    assert shown[-1] in repr(widget)
+    router.gone = True
+    widget.submit("two")
+    again = widget._cache_line._thread
+    router.answer(1, 1, "a", "stop")
+    again.join(DEADLINE)
+    assert widget.memory == ""
 
 
 class FakeTimer:
