@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -14,7 +15,7 @@ import traitlets
 
 from nbdist.errors import NbdistError, Overloaded, ServeError
 from nbdist.notebook.widgets.cacheline import CacheLine
-from nbdist.notebook.widgets.cards import Slip, text_of
+from nbdist.notebook.widgets.cards import Slip, note_places, text_of
 from nbdist.notebook.widgets.coalesce import Coalescer
 from nbdist.serve.router import Router
 
@@ -253,6 +254,7 @@ class GenerateWidget(anywidget.AnyWidget):
     def _flush(self) -> None:
         """Send what has changed; the finished cards also become state, for a later display."""
         with self._lock:
+            note_places(list(self._slips.values()), time.monotonic())
             changed = [slip for slip in self._slips.values() if slip.changed]
             if not changed:
                 return

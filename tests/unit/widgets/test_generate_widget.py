@@ -19,6 +19,7 @@ from nbdist.messages import (
     ServeQuery,
     TokenEvent,
 )
+from nbdist.notebook.widgets.cards import Slip, note_places
 from nbdist.notebook.widgets.coalesce import Coalescer
 from nbdist.notebook.widgets.generate import GenerateWidget
 from nbdist.serve.generation import Generation
@@ -335,6 +336,39 @@ def test_importing_the_panel_brings_no_torch():
     code = "import sys, nbdist.notebook.widgets.generate; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_panel_shows_how_many_wait_before_a_request_until_it_begins(router, page):
+    page.send("one", "two", "three")
+    arrive(router, 3)
+    page.wait("one", detail="next")
+    page.wait("three", detail="2 before it")
+
+    router.answer(0, 1, "a")
+
+    page.wait("one", state="running", detail="")
+    page.wait("two", detail="next, in about 1 s")
+    router.answer(0, 1, "", "stop")
+    router.answer(1, 1, "b")
+    page.wait("three", state="queued", detail="next, in about 1 s")
+
+
+def test_places_of_a_queue_go_by_rank_and_by_the_pace_so_far():
+    def made(number: int, rank: int, num_tokens: int = 0) -> Slip:
+        generation = Generation(f"{number}", "p", Sampling(), cancel=lambda _: None)
+        generation.place(rank)
+        if num_tokens:
+            event = TokenEvent(request_id="", rank=rank, index=num_tokens, text="a")
+            generation.apply(event)
+        return Slip(f"{number}", number, "p", generation, sent_at=100.0)
+
+    slips = [made(0, 0, 3), made(1, 1, 3), made(2, 0), made(3, 1), made(4, 0), made(5, 0)]
+    note_places(slips, 106.0)  # two have begun in six seconds
+
+    assert [slip.place for slip in slips] == [
+        *("", "", "next, in about 3 s", "next, in about 3 s"),
+        *("1 before it, in about 6 s", "2 before it, in about 9 s"),
+    ]
 
 
 class FakeEngines(FakeRouter):
