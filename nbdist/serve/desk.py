@@ -138,8 +138,7 @@ class Desk:
             replica = replicas.pop()
             if order.now:
                 replica.stop(f"model {replica.served.model!r} was unloaded")
-            else:
-                replica.drain()
+            replica.drain()  # after `stop` too, which waits for a step only so long
             del replica  # the last reference here: its memory is counted below
         give_back_memory()
         after = held_bytes()
