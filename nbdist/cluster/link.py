@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
@@ -151,7 +152,9 @@ class WorldLink:
 
     def _send(self, rank: int, data: bytes) -> None:
         if rank in self._sockets:
-            self._sockets[rank].send(data)
+            # a peer that has just died: its end is told next, and waiting here would be for ever
+            with suppress(zmq.Again):
+                self._sockets[rank].send(data, zmq.NOBLOCK)
 
     def _run(self) -> None:
         while not self._closing:
@@ -211,7 +214,10 @@ class WorldLink:
 
     def _tell_lost(self, rank: int) -> None:
         for handler in tuple(self._kinds.get(Unhandled, ())):
-            handler(rank, Unhandled(rank=rank, unhandled="lost"))
+            try:
+                handler(rank, Unhandled(rank=rank, unhandled="lost"))
+            except Exception:
+                log.exception("the loss of rank %d could not be handled", rank)
 
     def _drop(self, rank: int) -> None:
         if rank not in self._sockets:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.cluster.world import World
+from nbdist.errors import ServeError
 from nbdist.messages import ModelServed, ModelsUnloaded
 from nbdist.notebook.tables import say
 from nbdist.serve.http import HttpServer, check_installed, serve_http
@@ -39,6 +40,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default="default", help="what requests ask for")
     parser.add_argument("--engine", choices=ENGINES, default="auto", help="default: auto")
     parser.add_argument("--weight-bits", type=int, choices=(8, 4), help="round linear weights")
+    parser.add_argument("--speculation", choices=["ngram"], help="guess tokens ahead")
     parser.add_argument("--max-batch", type=int, default=8, metavar="N", help="default: 8")
     parser.add_argument("--http", action="store_true", help="answer OpenAI's clients as well")
 
@@ -70,6 +72,7 @@ def serve(world: World, arguments: argparse.Namespace, run: Callable[[str, range
         engine=arguments.engine,
         weight_bits=arguments.weight_bits,
         max_batch=arguments.max_batch,
+        speculation=arguments.speculation,
     ).checked(world.num_ranks)
     if arguments.http:
         check_installed()
@@ -77,7 +80,7 @@ def serve(world: World, arguments: argparse.Namespace, run: Callable[[str, range
     say(table([one for one in world.served() if one.model == order.name]))
     say(_next_steps(order.name))
     if arguments.http:
-        _close(order.name)
+        _close_all([order.name])
         template = _chat_template(Path(order.what)) if order.is_directory else None
         server = _servers[order.name] = serve_http(world, order.name, chat_template=template)
         say(f"HTTP: OpenAI(base_url={server.url!r}, api_key={server.token!r})")
@@ -85,15 +88,19 @@ def serve(world: World, arguments: argparse.Namespace, run: Callable[[str, range
 
 def unload(world: World, arguments: argparse.Namespace) -> None:
     """Unload a model or all, and say what memory that gave back."""
-    for name in [arguments.name] if arguments.name else list(_servers):
-        _close(name)
-    say(freed(world.unload(arguments.name, now=arguments.now)))
+    names = [arguments.name] if arguments.name else list(_servers)
+    try:
+        unloaded = world.unload(arguments.name, now=arguments.now)
+    except ServeError:  # nobody serves it: its server has nothing to do either
+        _close_all(names)
+        raise
+    _close_all(names)  # not before: its clients' requests are among those that finish
+    say(freed(unloaded))
 
 
 def close_servers() -> None:
     """End all HTTP servers; their world is about to end."""
-    for name in list(_servers):
-        _close(name)
+    _close_all(list(_servers))
 
 
 def table(served: list[ModelServed]) -> str:
@@ -157,9 +164,10 @@ def _chat_template(directory: Path) -> str | None:
     return told if isinstance(told, str) else None
 
 
-def _close(name: str) -> None:
-    if (server := _servers.pop(name, None)) is not None:
-        server.stop()
+def _close_all(names: list[str]) -> None:
+    for name in names:
+        if (server := _servers.pop(name, None)) is not None:
+            server.stop()
 
 
 def _change(pair: tuple[int, ...]) -> str:

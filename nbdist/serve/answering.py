@@ -83,14 +83,15 @@ class Replica:
                 self._inbox.put(message)
             return takes
 
-    def drain(self) -> None:
-        """Take no more requests, and wait until those that run are done and the memory is free."""
+    def drain(self, *, wait: bool = True) -> None:
+        """Take no more requests and end after those that run; wait until the memory is free."""
         with self._lock:
             if self._open:
                 self._open, self._draining = False, True
                 self._inbox.put(CancelRequest(request_id=""))  # wakes an idle thread
-        self._thread.join()
-        self._on_end(self)
+        if wait:
+            self._thread.join()
+            self._on_end(self)
 
     def stop(self, detail: str = "", *, timeout_seconds: float = 10.0) -> None:
         """Take no more requests, end the running ones as `cancelled`, and free the memory.

@@ -42,8 +42,8 @@ class Served(Protocol):
         """Return what its engine is doing; from any thread."""
         ...
 
-    def drain(self) -> None:
-        """Take no more requests, and wait until those that run are done and it has ended."""
+    def drain(self, *, wait: bool = True) -> None:
+        """Take no more requests and end after those that run; wait for it unless told not to."""
         ...
 
     def stop(self, detail: str = "") -> None:
@@ -130,6 +130,7 @@ class Desk:
         with self._lock:
             replicas = [one for name, one in self._replicas.items() if order.model in (None, name)]
         for replica in replicas:
+            replica.drain(wait=False)  # all doors at once, before anybody is told
             replica.served = dataclasses.replace(replica.served, state="draining")
             self._port.emit(replica.served)
         # a thread, because requests may run on for minutes, and the control thread must not wait
@@ -145,8 +146,7 @@ class Desk:
             replica = replicas.pop()
             if order.now:
                 replica.stop(f"model {replica.served.model!r} was unloaded")
-            else:
-                replica.drain()
+            replica.drain()  # after `stop` too, which waits for a step only so long
             del replica  # the last reference here: its memory is counted below
         give_back_memory()
         after = held_bytes()

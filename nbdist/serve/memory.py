@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from nbdist.messages import EngineStats
 
-__all__ = ["memory_table"]
+__all__ = ["memory_line", "memory_table"]
 
 
 def memory_table(stats: dict[int, EngineStats]) -> str:
@@ -40,6 +40,30 @@ def memory_table(stats: dict[int, EngineStats]) -> str:
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         for line in lines
     )
+
+
+def memory_line(stats: dict[int, EngineStats]) -> str:
+    """Return the caches of all ranks together in one line; empty when no engine tells of one.
+
+    Args:
+        stats: of each rank's engine, from `Router.stats`.
+    """
+    capacity = sum(one.capacity_bytes for one in stats.values())
+    if not capacity:
+        return ""
+    stored = sum(one.used_bytes - one.shared_bytes for one in stats.values())
+    paged = sum(one.paged_bytes for one in stats.values())
+    contiguous = sum(one.contiguous_bytes for one in stats.values())
+    used = sum(one.used_bytes for one in stats.values())
+    return (
+        f"cache: {_bytes(stored)} in use; paged {_bytes(paged)} of {_bytes(capacity)}, "
+        f"{_waste(stored, paged)} wasted; contiguous {_bytes(contiguous)}, "
+        f"{_waste(used, contiguous)} wasted"
+    )
+
+
+def _waste(stored: int, reserved: int) -> str:
+    return f"{1 - stored / reserved:.0%}" if reserved else "0%"
 
 
 def _bytes(number: float) -> str:

@@ -56,6 +56,7 @@ def test_prompt_typed_into_the_quickstart_widget_is_answered_piece_by_piece(
     )
     expect(card).to_contain_text("100 tokens")
     expect(card).to_contain_text("tok/s")
+    expect(cell.locator(".nbdist-generate-memory")).to_contain_text("cache: ")
     lab.screenshot("quickstart-widget", tmp_path)
     sizes = lab.page.evaluate("window.answerSizes")
     assert sizes == sorted(sizes)

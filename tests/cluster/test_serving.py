@@ -156,6 +156,42 @@ def test_server_of_a_served_directory_ends_with_its_model(notebook, directory):
     assert refused.ename == "ConnectError"
 
 
+_BESIDE = """\
+import threading, nbdist
+
+def ask_beside():
+    panel = nbdist.GenerateWidget(nbdist.current_world())
+    heard.append(panel.submit("the fox", **{greedy}).result(60))
+    memory = nbdist.current_world().unload()
+    heard.append(sorted(memory))
+    open({done!r}, "w").close()
+
+heard = []
+asking = threading.Thread(target=ask_beside)
+"""
+_BUSY = """\
+%%distributed
+import os, time
+begun = time.monotonic()
+while not os.path.exists({done!r}):
+    assert time.monotonic() - begun < 60, "no prompt was answered beside this cell"
+    sum(range(10_000))
+"""
+
+
+def test_panel_is_answered_and_unload_done_while_a_cell_runs(notebook, directory, wanted, tmp_path):
+    done = str(tmp_path / "done")
+    notebook.run(f"%distributed serve '{directory}'")
+    notebook.run(_BESIDE.format(greedy=GREEDY, done=done))
+
+    notebook.run("asking.start()")
+    cell = notebook.run(_BUSY.format(done=done), timeout_seconds=90)
+    heard = notebook.run("asking.join(60)\nprint(heard)").out
+
+    assert cell.status == "ok", cell.traceback  # it ends only when the prompt was answered
+    assert ast.literal_eval(heard) == [wanted[0], [0, 1]]
+
+
 _FIVE_TIMES = """\
 world, said, left = nbdist.current_world(), [], []
 for _ in range(5):

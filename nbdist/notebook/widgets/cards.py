@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nbdist.serve.generation import Generation
 
-__all__ = ["Card", "Slip", "text_of"]
+__all__ = ["Card", "Slip", "note_places", "text_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,8 @@ class Slip:
     state: str = "queued"
     num_shown: int = 0
     changed: bool = True
+    place: str = ""
+    sent_at: float = field(default_factory=time.monotonic)
 
     @property
     def ended(self) -> bool:
@@ -71,7 +74,7 @@ class Slip:
             # first the ending, then the text: text that comes in between is then not lost
             state=g.finish_reason or ("running" if g.num_tokens else "queued"),
             text=g.text,
-            detail=g.detail,
+            detail=g.detail or self.place,
             rank=g.rank,
             batch_size=g.batch_size,
             num_tokens=g.num_tokens,
@@ -91,6 +94,30 @@ class Slip:
         page["text"] = card.text[self.num_shown :]
         self.num_shown = len(card.text)
         return page
+
+
+def note_places(slips: list[Slip], now: float) -> None:
+    """Say of each request that has not begun how many wait before it, and about how long.
+
+    The time follows from how many have begun since the first was sent; it is a guess.
+
+    Args:
+        slips: of one panel, in the order of sending.
+        now: monotonic seconds.
+    """
+    waiting: dict[int, int] = {}
+    begun = sum(1 for slip in slips if slip.generation is not None and slip.generation.num_tokens)
+    spent = now - min((slip.sent_at for slip in slips), default=now)
+    for slip in slips:
+        place, g = "", slip.generation
+        if g is not None and not slip.ended and not g.num_tokens:
+            ahead = waiting.get(g.rank, 0)
+            waiting[g.rank] = ahead + 1
+            place = f"{ahead} before it" if ahead else "next"
+            if begun:
+                place += f", in about {max(1, round((ahead + 1) * spent / begun))} s"
+        if place != slip.place:
+            slip.place, slip.changed = place, True
 
 
 def text_of(cards: list[Card]) -> str:

@@ -157,9 +157,7 @@ function factsOf(card) {
   return facts;
 }
 
-function seconds(value) {
-  return value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(1)} s`;
-}
+const seconds = (value) => (value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(1)} s`);
 
 // --- the form -------------------------------------------------------------------------------
 
@@ -224,9 +222,7 @@ function buildForm(model, store) {
   return { form, stop, clear, inputs };
 }
 
-function valueOf(input) {
-  return input.value === "" ? null : Number(input.value);
-}
+const valueOf = (input) => (input.value === "" ? null : Number(input.value));
 
 // --- the view -------------------------------------------------------------------------------
 
@@ -252,9 +248,10 @@ function render({ model, el }) {
   status.setAttribute("role", "status");
   status.setAttribute("aria-live", "polite");
   head.append(make("strong", "", "Generate"), serving, status);
+  const memory = make("div", "nbdist-generate-memory");
   const { form, stop, clear, inputs } = buildForm(model, store);
   const list = make("ol", "nbdist-generate-cards");
-  root.append(head, form, list);
+  root.append(head, form, memory, list);
   el.append(root);
 
   const showModel = () => {
@@ -262,6 +259,7 @@ function render({ model, el }) {
     const values = model.get("sampling");
     for (const [name, input] of inputs) input.value = values[name] ?? "";
   };
+  const showMemory = () => (memory.textContent = model.get("memory"));
   const views = new Map();
   const showCards = () => {
     const cards = [...store.cards.values()].sort((a, b) => b.number - a.number);
@@ -287,11 +285,14 @@ function render({ model, el }) {
   };
 
   model.on("change:sampling change:serving change:model", showModel);
+  model.on("change:memory", showMemory);
   store.addEventListener("change", showCards);
   showModel();
+  showMemory();
   showCards();
   return () => {
     model.off("change:sampling change:serving change:model", showModel);
+    model.off("change:memory", showMemory);
     store.removeEventListener("change", showCards);
   };
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -13,11 +14,13 @@ import anywidget
 import traitlets
 
 from nbdist.errors import NbdistError, Overloaded, ServeError
-from nbdist.notebook.widgets.cards import Slip, text_of
+from nbdist.notebook.widgets.cacheline import CacheLine
+from nbdist.notebook.widgets.cards import Slip, note_places, text_of
 from nbdist.notebook.widgets.coalesce import Coalescer
 from nbdist.serve.router import Router
 
 if TYPE_CHECKING:
+    from nbdist.notebook.widgets.cacheline import HasStats
     from nbdist.serve.generation import Generation
     from nbdist.serve.ports import RanksPort
 
@@ -40,7 +43,8 @@ class Submitter(Protocol):
 class GenerateWidget(anywidget.AnyWidget):
     """A panel to try a model that ranks serve.
 
-    Each request is a card with its text as it comes, its numbers and a stop button. Work is done
+    Each request is a card with its text as it comes, its numbers and a stop button; while requests
+    run, a line tells what the cache holds, and what a contiguous one would take. Work is done
     on other threads, so a click returns at once and text keeps coming while a cell runs; clicks
     themselves reach an idle kernel always, and a busy one where the front end delivers them on
     subshells (JupyterLab 4.4 and later). Text fallback: `print(widget)`.
@@ -58,6 +62,7 @@ class GenerateWidget(anywidget.AnyWidget):
     panel_id = traitlets.Unicode(help="The same in all views.").tag(sync=True)
     model = traitlets.Unicode("default").tag(sync=True)
     serving = traitlets.Unicode("").tag(sync=True)
+    memory = traitlets.Unicode("").tag(sync=True)
     sampling = traitlets.Dict().tag(sync=True)
     cards = traitlets.List(traitlets.Dict()).tag(sync=True)
 
@@ -85,6 +90,7 @@ class GenerateWidget(anywidget.AnyWidget):
         self._wanted: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._coalescer = Coalescer(self._flush)
+        self._cache_line = CacheLine(lambda line: self.set_trait("memory", line), self._is_live)
         self.on_msg(self._on_page)
         self._answer_while_cells_run()
 
@@ -92,7 +98,8 @@ class GenerateWidget(anywidget.AnyWidget):
         with self._lock:
             cards = [slip.card() for slip in self._slips.values()]
         head = f"GenerateWidget(model={self.model!r}, {len(cards)} requests)"
-        return f"{head}\n{text_of(cards)}" if cards else head
+        lines = [head, *filter(None, [self.memory]), *([text_of(cards)] if cards else [])]
+        return "\n".join(lines)
 
     def submit(self, prompt: str, **sampling: Any) -> Generation:
         """Send a prompt as the Send button does, with a card of its own.
@@ -192,9 +199,15 @@ class GenerateWidget(anywidget.AnyWidget):
             slip.generation = generation
         generation.on_event(lambda _: self._note(slip))
         self._note(slip)
+        if hasattr(router, "stats"):
+            self._cache_line.watch(cast("HasStats", router))
         if stopped:
             generation.cancel()
         return generation
+
+    def _is_live(self) -> bool:
+        with self._lock:
+            return any(not slip.ended for slip in self._slips.values())
 
     def _values(self) -> dict[str, Any]:
         return {name: self.sampling.get(name) for name in _CONTROLS}
@@ -241,6 +254,7 @@ class GenerateWidget(anywidget.AnyWidget):
     def _flush(self) -> None:
         """Send what has changed; the finished cards also become state, for a later display."""
         with self._lock:
+            note_places(list(self._slips.values()), time.monotonic())
             changed = [slip for slip in self._slips.values() if slip.changed]
             if not changed:
                 return

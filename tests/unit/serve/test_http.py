@@ -361,6 +361,23 @@ def test_health_is_down_when_no_replica_is_left(model, tokenizer, one_rank):
     assert "run `serve(model, tokenizer)`" in asked.json()["error"]["message"]
 
 
+def test_health_is_down_when_the_engine_has_failed(model, tokenizer, one_rank, monkeypatch):
+    replica = serve(model, tokenizer, port=one_rank.ports[0])
+    server = serve_http(one_rank, token=None)
+
+    def fail(_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr("nbdist.serve.batcher.Batcher.step", fail)
+    asked = httpx.post(f"{server.url}/completions", json={**GREEDY, "prompt": "fox"}, timeout=30)
+    replica._thread.join(20)
+    health = httpx.get(server.url.replace("/v1", "/health"))
+    server.stop()
+
+    assert "the disk is gone" in asked.json()["error"]["message"]
+    assert (health.status_code, health.json()["status"]) == (503, "down")
+
+
 def test_server_listens_on_loopback_on_a_free_port_and_gives_it_back(server):
     assert server.url.startswith("http://127.0.0.1:")
     assert "running" in repr(server)

@@ -9,7 +9,7 @@ import torch
 
 from nbdist.messages import EngineStats
 from nbdist.serve import Router, serve
-from nbdist.serve.memory import memory_table
+from nbdist.serve.memory import memory_line, memory_table
 from nbdist.train.models.decoder import DecoderConfig, DecoderLM
 
 
@@ -27,6 +27,21 @@ def test_memory_table_shows_both_layouts_side_by_side():
     assert head.split()[:2] == ["rank", "rows"]
     assert " ".join(first.split()) == "0 0 0 B 0 B 0 B of 0 B 0% 0 B 0%"
     assert " ".join(second.split()) == "1 3 72 KiB 0 B 96 KiB of 5.0 GiB 25% 288 KiB 75%"
+
+
+def test_memory_line_adds_the_ranks_and_says_nothing_without_a_cache():
+    one = EngineStats(
+        used_bytes=72 * 1024,
+        shared_bytes=24 * 1024,
+        paged_bytes=64 * 1024,
+        contiguous_bytes=288 * 1024,
+        capacity_bytes=2**20,
+    )
+
+    assert memory_line({0: one, 1: one, 2: EngineStats()}) == (
+        "cache: 96 KiB in use; paged 128 KiB of 2 MiB, 25% wasted; contiguous 576 KiB, 75% wasted"
+    )
+    assert memory_line({0: EngineStats()}) == ""
 
 
 def test_serving_and_stopping_again_and_again_keeps_memory_flat(tokenizer, one_rank):

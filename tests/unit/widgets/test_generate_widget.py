@@ -12,12 +12,14 @@ import pytest
 from nbdist.errors import NoWorldError, Overloaded, ServeError
 from nbdist.messages import (
     CancelRequest,
+    EngineStats,
     GenerateRequest,
     ModelServed,
     Sampling,
     ServeQuery,
     TokenEvent,
 )
+from nbdist.notebook.widgets.cards import Slip, note_places
 from nbdist.notebook.widgets.coalesce import Coalescer
 from nbdist.notebook.widgets.generate import GenerateWidget
 from nbdist.serve.generation import Generation
@@ -334,6 +336,83 @@ def test_importing_the_panel_brings_no_torch():
     code = "import sys, nbdist.notebook.widgets.generate; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_panel_shows_how_many_wait_before_a_request_until_it_begins(router, page):
+    page.send("one", "two", "three")
+    arrive(router, 3)
+    page.wait("one", detail="next")
+    page.wait("three", detail="2 before it")
+
+    router.answer(0, 1, "a")
+
+    page.wait("one", state="running", detail="")
+    page.wait("two", detail="next, in about 1 s")
+    router.answer(0, 1, "", "stop")
+    router.answer(1, 1, "b")
+    page.wait("three", state="queued", detail="next, in about 1 s")
+
+
+def test_places_of_a_queue_go_by_rank_and_by_the_pace_so_far():
+    def made(number: int, rank: int, num_tokens: int = 0) -> Slip:
+        generation = Generation(f"{number}", "p", Sampling(), cancel=lambda _: None)
+        generation.place(rank)
+        if num_tokens:
+            event = TokenEvent(request_id="", rank=rank, index=num_tokens, text="a")
+            generation.apply(event)
+        return Slip(f"{number}", number, "p", generation, sent_at=100.0)
+
+    slips = [made(0, 0, 3), made(1, 1, 3), made(2, 0), made(3, 1), made(4, 0), made(5, 0)]
+    note_places(slips, 106.0)  # two have begun in six seconds
+
+    assert [slip.place for slip in slips] == [
+        *("", "", "next, in about 3 s", "next, in about 3 s"),
+        *("1 before it, in about 6 s", "2 before it, in about 9 s"),
+    ]
+
+
+class FakeEngines(FakeRouter):
+    """A router whose engines hold more at each look, until nobody serves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = threading.Semaphore(0)
+        self.num_looks = 0
+        self.gone = False
+
+    def stats(self) -> dict[int, EngineStats]:
+        self.num_looks += 1
+        self.looks.release()
+        if self.gone:
+            raise ServeError("nobody serves")
+        return {0: EngineStats(used_bytes=512 * self.num_looks, capacity_bytes=2048)}
+
+
+def test_panel_shows_the_cache_while_a_request_runs_and_looks_no_more_after_it(monkeypatch):
+    router = FakeEngines()
+    widget = GenerateWidget(router)
+    monkeypatch.setattr(widget._cache_line, "_interval_seconds", 0.01)
+    shown = []
+    widget.observe(lambda change: shown.append(change["new"]), "memory")
+
+    widget.submit("one")
+    thread = widget._cache_line._thread
+    assert all(router.looks.acquire(timeout=DEADLINE) for _ in range(3))
+    router.answer(0, 1, "a", "stop")
+    thread.join(DEADLINE)
+
+    assert not thread.is_alive()
+    assert shown[:2] == [
+        "cache: 512 B in use; paged 0 B of 2 KiB, 0% wasted; contiguous 0 B, 0% wasted",
+        "cache: 1 KiB in use; paged 0 B of 2 KiB, 0% wasted; contiguous 0 B, 0% wasted",
+    ]
+    assert shown[-1] in repr(widget)
+    router.gone = True
+    widget.submit("two")
+    again = widget._cache_line._thread
+    router.answer(1, 1, "a", "stop")
+    again.join(DEADLINE)
+    assert widget.memory == ""
 
 
 class FakeTimer:
