@@ -78,6 +78,7 @@ ONE_GPU = """
 import sys
 if any("nbdist.rank.supervisor" in word for word in sys.orig_argv):
     import nbdist.rank.binding as binding
+    from dataclasses import replace
     from types import SimpleNamespace
     def bind_device(local_rank):
         import torch
@@ -85,7 +86,7 @@ if any("nbdist.rank.supervisor" in word for word in sys.orig_argv):
         torch.cuda.device_count = lambda: 1
         torch.cuda.set_device = lambda _device: None
         torch.cuda.get_device_properties = lambda _d: SimpleNamespace(name="A", total_memory=1)
-        return bind(local_rank)
+        return replace(bind(local_rank), name="cpu")  # the rank that has it waits for the other
     bind, binding.bind_device = binding.bind_device, bind_device
 """
 
